@@ -1,0 +1,354 @@
+"""setup() and Domain: makes, owns and closes what the ops run on. The only file that starts or stops native domains.
+
+setup is collective over the mesh's processes and runs before jit: check -> compare -> agree on an id -> share memory ->
+start. Each step ends in a vote, so that a failure anywhere is the same error everywhere and frees everything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from moonep_jax import _ffi_cpu, env, layer, ops
+from moonep_jax.config import EPConfig
+from moonep_jax.errors import ConfigError, DomainError, message
+from moonep_jax.exchange import Exchange, KeyValueStore, namespace, open_store
+from moonep_jax.memory import host
+from moonep_jax.spec import Dispatched, DomainSpec, Plan
+from moonep_jax.topology import Topology
+from moonep_jax.version import __version__
+
+_log = logging.getLogger("moonep_jax")
+_next_id = itertools.count()
+_STAGE_ALIGN = 64  # bytes; least share of the stage per expert
+
+
+class Domain:
+    """An expert-parallel domain: the EP groups of one mesh, their shared memory and their ops. Made by `setup`.
+
+    The ops are pure functions of arrays for use inside `jax.shard_map` over the mesh (all axes manual): they work under
+    jit, grad, remat, scan and donation. Shapes below are one rank's; notation as in `EPConfig` and `Plan`. Two domains
+    are equal when their specs and ids are, so passing one as a static argument never recompiles.
+
+    A call that cannot work raises `OpError` while tracing. A call that fails while running (a missing rank, say) makes
+    jax raise `JaxRuntimeError` with the library's text, on every rank of the group; the domain then stays in error.
+    """
+
+    def __init__(
+        self,
+        spec: DomainSpec,
+        shared: host.SharedMemory,
+        store: KeyValueStore,
+        process: int,
+        namespace: str,
+        describe: Callable[[int], str],
+        parts: dict[str, int],
+    ):
+        self.spec = spec
+        self._shared = shared
+        self._store = store
+        self._process = process
+        self._namespace = namespace
+        self._describe = describe
+        self._parts = parts
+        self._closed = False
+        self._last_error: str | None = None
+
+    # -- ops -----------------------------------------------------------------------------------------------------------
+
+    def plan(self, topk_ids: jax.Array, channel: int = 0) -> Plan:
+        """Decides which rank computes which rows, from the ids of all ranks.
+
+        Args:
+          topk_ids: [s, K] int32, 1 <= s <= S, the same s on all ranks. Ids outside [0, E) are not routed.
+          channel: static; a number of its own for each MoE layer outside a scan and each independent micro-batch.
+
+        Returns: Plan.
+        """
+        self._open("plan")
+        return ops.plan(self.spec, topk_ids, channel)
+
+    def dispatch(
+        self,
+        x: jax.Array,
+        topk_ids: jax.Array,
+        topk_weights: jax.Array | None = None,
+        plan: Plan | None = None,
+        channel: int = 0,
+    ) -> Dispatched:
+        """Brings every token to the ranks that compute it, as rows grouped by expert. Nothing is dropped.
+
+        Args:
+          x: [s, H] rows in the config's dtype. Differentiable.
+          topk_ids: [s, K] int32, as in `plan`.
+          topk_weights: [s, K] float32 route weights; None: ones. Differentiable.
+          plan: a Plan of the same ids; None: it is made here.
+          channel: as in `plan`.
+
+        Returns: Dispatched; its `hidden` [NvS(s), H] and `weights` [NvS(s)] are zero where no token is.
+        """
+        self._open("dispatch")
+        return ops.dispatch(self.spec, x, topk_ids, topk_weights, plan, channel)
+
+    def combine(self, plan: Plan, out: jax.Array, weights: jax.Array | None = None) -> jax.Array:
+        """Brings each token's K results home and sums them in float32.
+
+        Args:
+          plan: the Plan of the dispatch.
+          out: [NvS(s), H] the experts' results in the config's dtype, row for row as `hidden` was. Rows that hold no
+            token are not read. Differentiable.
+          weights: [NvS(s)] float32 (`d.weights`) that scale the rows first; None: no scaling. Differentiable.
+
+        Returns: [s, H] in the config's dtype; zero for tokens without a routed expert.
+        """
+        self._open("combine")
+        return ops.combine(self.spec, plan, out, weights)
+
+    def prefetch(self, plan: Plan, weights: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        """Brings the weights of the foreign experts that a plan gives this rank into its slots.
+
+        Its gradient, reduce_grad, sums the replicas' gradients into the home rank: float32, in rank order.
+
+        Args:
+          plan: the Plan of the dispatch.
+          weights: leaves of EPConfig.weights, all that are needed in one call; each [epn, *shape], or [2*epn, *shape]
+            to be filled in place (rows from epn on are ignored; unused slots keep their bytes).
+
+        Returns: the same names; each [2*epn, *shape]: own experts, then slots in the order of `Plan.slot_expert`;
+          unused slots of the [epn] form are zero.
+        """
+        self._open("prefetch")
+        return ops.prefetch(self.spec, plan, weights)
+
+    def moe(
+        self,
+        x: jax.Array,
+        router_logits: jax.Array,
+        params: Mapping[str, jax.Array],
+        activation: Callable[[jax.Array], jax.Array] = jax.nn.silu,
+        channel: int = 0,
+        grouped_gemm: layer.GroupedGemm | None = None,
+    ) -> jax.Array:
+        """A SwiGLU mixture-of-experts layer: softmax over the K largest logits, then down(act(gate x) * up x).
+
+        Args:
+          x: [s, H] in the config's dtype.
+          router_logits: [s, E] float; ties go to the lowest expert.
+          params: {"gate": [epn, H, F], "up": [epn, H, F], "down": [epn, F, H]}, declared in EPConfig.weights.
+          activation: of the gate.
+          channel: as in `plan`.
+          grouped_gemm: (lhs [m, k], rhs [g, k, n], group_sizes [g]) -> [m, n]; None: lax.ragged_dot on CPU, Tokamax
+            on GPU where it is installed.
+
+        Returns: [s, H] in the config's dtype.
+        """
+        self._open("moe")
+        return layer.moe(self.spec, x, router_logits, params, activation, channel, grouped_gemm)
+
+    def recv_rows(self, tokens: int | None = None) -> int:
+        """NvS(tokens), rows of the dispatched buffer of a call with `tokens` per rank; None: the capacity S."""
+        return self.spec.config.recv_rows(self.spec.ranks, tokens)
+
+    # -- life ----------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raises DomainError when the domain is closed or in error; synchronises nothing."""
+        if self._last_error is None:
+            self._last_error = _ffi_cpu.error(self.spec.id)
+        if self._last_error is not None:
+            raise DomainError(self._last_error)
+        self._open("check")
+
+    def stats(self) -> dict[str, Any]:
+        """Facts about the domain: calls executed by this process's ranks, bytes per rank by part, kind of memory.
+
+        Raises what `check` raises.
+        """
+        self.check()
+        kinds = {g.index: self._shared.kind_of(g.index) for g, _ in self.spec.topology.local(self._process)}
+        return {"executed": _ffi_cpu.executed(self.spec.id), "bytes_per_rank": dict(self._parts), "memory": kinds}
+
+    def close(self) -> None:
+        """Stops the domain and frees its memory. Collective over the mesh's processes; idempotent.
+
+        Calls in flight fail with "domain closed". With the domain in error nothing waits for other processes. Never
+        called by the interpreter: a domain that is not closed is freed with the process.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._last_error = _ffi_cpu.error(self.spec.id)
+        exchange = Exchange(
+            self._store,
+            # Of its own, and not below the setup's: domains may be closed in any order, and late finishers delete theirs.
+            f"{self._namespace}-close",
+            self._process,
+            self.spec.topology.processes,
+            env.read().setup_timeout_s,
+            self._describe,
+            "close",
+        )
+        with ExitStack() as stack:
+            stack.enter_context(exchange)
+            stack.callback(self._shared.free)
+            stack.callback(_ffi_cpu.stop, self.spec.id)
+            if self._last_error is not None:
+                exchange.leave("close")
+                return
+            # No rank may lose a peer's memory while it still runs a call, nor free its own while a peer maps it.
+            if exchange.all_present("close"):
+                _ffi_cpu.stop(self.spec.id)
+                self._shared.unmap_peers()
+                exchange.all_present("unmapped")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # Closing is collective, and the garbage collector is not: only say so.
+        if not getattr(self, "_closed", True):
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Domain) and self.spec == other.spec
+
+    def __hash__(self) -> int:
+        return hash(self.spec)
+
+    def __repr__(self) -> str:
+        t = self.spec.topology
+        return f"<moonep_jax.Domain {self.spec.id}: {len(t.groups)} group(s) of {t.ranks} rank(s) over {t.axes}>"
+
+    def _open(self, op: str) -> None:
+        if self._closed:
+            fix = "call close() after the last use, or set up a new domain"
+            raise DomainError(message(op, "the domain is closed", repr(self), "an open domain", fix))
+
+
+def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig) -> Domain:
+    """Sets up an expert-parallel domain on a mesh. Collective over the mesh's processes; call it before the first jit.
+
+    Args:
+      mesh: its devices say who is who. Every coordinate of the axes that are not named is an EP group of its own.
+      axis: the EP axis, or a tuple of them; a rank is row-major over them in this order.
+      config: EPConfig; equal on all processes.
+
+    Returns: Domain. Use it as a context manager, or call close().
+
+    Raises:
+      SetupError: on every process, with the same text, whatever failed wherever.
+      ConfigError: for arguments that cannot name any processes to agree with.
+    """
+    if not isinstance(config, EPConfig):
+        fix = "pass moonep_jax.EPConfig(...)"
+        raise ConfigError(message("setup", "bad config", type(config).__name__, "an EPConfig", fix))
+    if not isinstance(mesh, jax.sharding.Mesh):
+        fix = "pass the jax.sharding.Mesh that holds the devices"
+        raise ConfigError(message("setup", "bad mesh", type(mesh).__name__, "a jax.sharding.Mesh", fix))
+    participants = sorted({int(d.process_index) for d in mesh.devices.flat})
+    process = jax.process_index()
+    if process not in participants:
+        fix = "call setup on the processes that own the mesh's devices only"
+        raise ConfigError(message("setup", "this process owns no device of the mesh", process, participants, fix))
+    variables = env.read()
+    store = open_store(participants)
+    exchange = Exchange(store, namespace(participants), process, participants, variables.setup_timeout_s)
+    with exchange, ExitStack() as undo:
+        topology, shape = exchange.guarded("check the arguments", lambda: _check(mesh, axis, config))
+        hosts = host.gather_hosts(exchange)
+        exchange.describe = lambda p: topology.describe(p, hosts[p].hostname)
+        versions = {"version.moonep_jax": __version__, "version.jax": jax.__version__}
+        exchange.compare("compare", {**config.fingerprint(), **topology.fingerprint(), **versions})
+        domain_id = _agree_on_id(exchange)
+        parts = shape.chunk_bytes()
+        shared = host.share(exchange, topology, process, parts["total"], _ffi_cpu, variables, hosts)
+        undo.callback(shared.free)
+        undo.callback(_ffi_cpu.stop, domain_id)
+        spec = DomainSpec(domain_id, config, topology)
+        exchange.guarded("start", lambda: _start(spec, shape, shared, process, variables, exchange.describe))
+        domain = Domain(spec, shared, store, process, exchange.namespace, exchange.describe, parts)
+        undo.pop_all()
+    _log.info(
+        "%r: %s per rank; memory %s",
+        domain,
+        ", ".join(f"{name} {count} bytes" for name, count in parts.items()),
+        sorted({shared.kind_of(g.index) for g, _ in topology.local(process)}),
+    )
+    return domain
+
+
+def _check(mesh: jax.sharding.Mesh, axis: Any, config: EPConfig) -> tuple[Topology, Any]:
+    topology = Topology.from_mesh(mesh, axis)
+    if topology.platform != "cpu":
+        fix = "use a mesh of CPU devices (JAX_PLATFORMS=cpu)"
+        raise ConfigError(message("setup", "no backend for this platform", topology.platform, "cpu", fix))
+    epn = config.experts_per_rank(topology.ranks)
+    config.limits_check(topology.ranks)
+    stage = epn * config.expert_bytes
+    if config.stage_bytes is not None and config.stage_bytes < stage:
+        stage = config.stage_bytes
+        if stage < epn * _STAGE_ALIGN:
+            fix = f"raise stage_bytes to {_STAGE_ALIGN} per own expert or more"
+            raise ConfigError(message("setup", "stage_bytes too small", stage, epn * _STAGE_ALIGN, fix))
+    shape = _ffi_cpu.DomainShape(
+        ranks=topology.ranks,
+        experts=config.experts,
+        topk=config.topk,
+        tokens=config.tokens,
+        padding=config.token_padding,
+        home=config.planner == "home",
+        exact=config.combine == "exact",
+        hidden=config.hidden,
+        row_bytes=config.hidden * np.dtype(config.dtype).itemsize,
+        stage_bytes=stage,
+    )
+    return topology, shape
+
+
+def _agree_on_id(exchange: Exchange) -> int:
+    """The largest of the processes' next free ids; none of them uses a smaller one again."""
+    global _next_id
+    free = next(_next_id)
+    offers = exchange.all_gather("domain id", str(free).encode())
+    agreed = max(int(offer) for offer in offers.values())
+    _next_id = itertools.count(agreed + 1)
+    return agreed
+
+
+def _start(
+    spec: DomainSpec,
+    shape: Any,
+    shared: host.SharedMemory,
+    process: int,
+    variables: env.Env,
+    describe: Callable[[int], str],
+) -> None:
+    timeout_s, first_s = spec.config.timeouts(spec.topology.platform, len(spec.topology.processes))
+    for group, member in spec.topology.local(process):
+        _ffi_cpu.add_rank(
+            domain=spec.id,
+            device=member.device_id,
+            shape=shape,
+            rank=member.rank,
+            chunks=[shared.address[group.index, m.rank] for m in group.devices],
+            labels=[f"rank {m.rank} (device {m.device_id} of {describe(m.process_index)})" for m in group.devices],
+            group=f"group {group.index} of domain {spec.id}",
+            timeout_s=timeout_s,
+            first_call_timeout_s=first_s,
+            poison=variables.poison,
+            delay_us=variables.delay_us,
+            delay_seed=variables.delay_seed,
+        )

@@ -1,0 +1,390 @@
+"""Exchange: how the processes of a setup talk - a narrow key-value store, and collective steps on top of it.
+
+`KeyValueStore` has two implementations, `DistributedStore` (jax.distributed) and `InProcessStore` (one process, or many
+simulated in threads). `Exchange` runs steps that every participant enters in the same order. A step ends alike on
+every participant: with a result, or with a SetupError of the same text that names the culprits; nobody is left waiting.
+
+A *participant* is a process index. Imports errors, and _compat for the client of jax.distributed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, NoReturn, Protocol, TypeVar
+
+import jax
+
+from moonep_jax import _compat
+from moonep_jax.errors import MoonEPError, SetupError, message
+
+T = TypeVar("T")
+
+_HEADER: Final = struct.Struct("<8sHHIQ")  # magic, version, bytes of the step's name, sender, bytes of the payload
+_MAGIC: Final = b"MOONEPEX"
+_VERSION: Final = 1
+_SLICE_S: Final = 1.0  # seconds between two looks at the abort key while a record is awaited
+_GRACE_S: Final = 5.0  # seconds that a failed setup waits for the others before it deletes the keys
+
+
+class KeyValueStore(Protocol):
+    """What the exchange needs of a store that all participants share."""
+
+    def set(self, key: str, value: bytes) -> bool:
+        """Stores a value under a new key. False, and no change, when the key exists."""
+        ...
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for a key. Raises TimeoutError."""
+        ...
+
+    def try_get(self, key: str) -> bytes | None:
+        """The value of a key, None when it does not exist."""
+        ...
+
+    def barrier(self, name: str, participants: Sequence[int], timeout_s: float) -> None:
+        """Waits until all participants have entered; a name is used once. Raises TimeoutError."""
+        ...
+
+    def delete(self, prefix: str) -> None:
+        """Deletes the key `prefix` and all keys below `prefix + "/"`; none of them need exist."""
+        ...
+
+
+class InProcessStore:
+    """A store in this process's memory; participants are threads."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._values: dict[str, bytes] = {}
+        self._barriers: dict[str, threading.Barrier] = {}
+
+    def set(self, key: str, value: bytes) -> bool:
+        """See KeyValueStore."""
+        with self._changed:
+            if key in self._values:
+                return False
+            self._values[key] = value
+            self._changed.notify_all()
+            return True
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See KeyValueStore."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._values, timeout_s):
+                raise TimeoutError(f"key {key} not set within {timeout_s} s")
+            return self._values[key]
+
+    def try_get(self, key: str) -> bytes | None:
+        """See KeyValueStore."""
+        with self._changed:
+            return self._values.get(key)
+
+    def barrier(self, name: str, participants: Sequence[int], timeout_s: float) -> None:
+        """See KeyValueStore."""
+        with self._changed:
+            barrier = self._barriers.setdefault(name, threading.Barrier(len(participants)))
+        try:
+            barrier.wait(timeout_s)
+        except threading.BrokenBarrierError:
+            raise TimeoutError(f"barrier {name} not complete within {timeout_s} s") from None
+
+    def delete(self, prefix: str) -> None:
+        """See KeyValueStore."""
+        with self._changed:
+            for table in (self._values, self._barriers):
+                for key in [k for k in table if k == prefix or k.startswith(prefix + "/")]:
+                    del table[key]
+
+    def keys(self) -> list[str]:
+        """All keys now in the store, sorted."""
+        with self._changed:
+            return sorted(self._values)
+
+
+class DistributedStore:
+    """The store that jax.distributed keeps in process 0. Its errors become TimeoutError, False, None or SetupError."""
+
+    def __init__(self) -> None:
+        client = _compat.distributed_client()
+        if client is None:
+            fix = "call jax.distributed.initialize() in every process before the mesh is made"
+            wrong = "the mesh spans processes, but jax.distributed has no client in this one"
+            raise SetupError(message("setup", wrong, "no client", "an initialized jax.distributed", fix))
+        self._client = client
+
+    def set(self, key: str, value: bytes) -> bool:
+        """See KeyValueStore."""
+        try:
+            self._client.key_value_set_bytes(key, value)
+        except jax.errors.JaxRuntimeError as error:
+            if _code(error) == "ALREADY_EXISTS":
+                return False
+            raise _store_error("set", key, error) from error
+        return True
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See KeyValueStore."""
+        try:
+            return self._client.blocking_key_value_get_bytes(key, _milliseconds(timeout_s))
+        except jax.errors.JaxRuntimeError as error:
+            if _code(error) == "DEADLINE_EXCEEDED":
+                raise TimeoutError(f"key {key} not set within {timeout_s} s") from error
+            raise _store_error("get", key, error) from error
+
+    def try_get(self, key: str) -> bytes | None:
+        """See KeyValueStore."""
+        try:
+            return self._client.key_value_try_get_bytes(key)
+        except jax.errors.JaxRuntimeError as error:
+            if _code(error) == "NOT_FOUND":
+                return None
+            raise _store_error("get", key, error) from error
+
+    def barrier(self, name: str, participants: Sequence[int], timeout_s: float) -> None:
+        """See KeyValueStore."""
+        try:
+            self._client.wait_at_barrier(name, _milliseconds(timeout_s), process_ids=list(participants))
+        except jax.errors.JaxRuntimeError as error:
+            if _code(error) == "DEADLINE_EXCEEDED":
+                raise TimeoutError(f"barrier {name} not complete within {timeout_s} s") from error
+            raise _store_error("barrier", name, error) from error
+
+    def delete(self, prefix: str) -> None:
+        """See KeyValueStore."""
+        try:
+            self._client.key_value_delete(prefix)  # deletes all keys below it, too
+        except jax.errors.JaxRuntimeError as error:
+            raise _store_error("delete", prefix, error) from error
+
+
+def _code(error: Exception) -> str:
+    return str(error).partition(":")[0]
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
+
+
+def _store_error(call: str, key: str, error: Exception) -> SetupError:
+    got, fix = str(error).partition("\n")[0], "see the log of process 0, which keeps the store"
+    return SetupError(message("setup", f"the store of jax.distributed failed in {call} of {key}", got, "success", fix))
+
+
+def open_store(participants: Sequence[int]) -> KeyValueStore:
+    """The store for these processes. One process alone needs no jax.distributed."""
+    return InProcessStore() if len(participants) == 1 else DistributedStore()
+
+
+_counters: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
+_counters_lock = threading.Lock()
+
+
+def namespace(participants: Sequence[int]) -> str:
+    """A new key prefix for a setup of these processes.
+
+    The n-th call for a set of processes returns the same prefix in each of them, so setups of one set must run in the
+    same order everywhere, and consecutive ones never share keys.
+    """
+    key = tuple(participants)
+    with _counters_lock:
+        count = next(_counters[key])
+    return f"moonep/{hashlib.sha256(','.join(map(str, key)).encode()).hexdigest()[:16]}/{count}"
+
+
+class Exchange:
+    """Collective steps of one setup (or close) among processes. All participants call the same steps in one order.
+
+    A context manager: leaving it runs finish(), and an exception that leaves it is raised on the others, too.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        namespace: str,
+        participant: int,
+        participants: Sequence[int],
+        timeout_s: float,
+        describe: Callable[[int], str] = "process {}".format,
+        op: str = "setup",
+    ) -> None:
+        """Args: store: shared by all participants.
+
+        namespace: key prefix, equal on all participants and used by no other exchange. participant: this process's
+        index, one of `participants`. timeout_s: seconds that one step waits for the others. describe: text for a
+        participant in messages, equal on all. op: first word of the messages.
+        """
+        self.namespace = namespace
+        self.participant = participant
+        self.participants = tuple(participants)
+        self.timeout_s = timeout_s
+        self.describe = describe
+        self.op = op
+        self._store = store
+        self._steps = 0
+        self._failed = False
+        self._left = False
+
+    def __enter__(self) -> Exchange:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is not None and not self._failed:
+            # Raised outside of a guarded step: the others must not wait for this participant in the next one.
+            wrong = f"{self.describe(self.participant)} failed outside of a step"
+            fix = f"remove the cause and run {self.op} again on every process"
+            with contextlib.suppress(SetupError):
+                self._abort(self._text(wrong, _error_text(error), "success everywhere", fix))
+        self.finish()
+
+    def all_gather(self, step: str, payload: bytes) -> dict[int, bytes]:
+        """Every participant's payload, by participant. One time limit for all; all missing ones are named."""
+        prefix = f"{self.namespace}/{self._steps}"
+        self._steps += 1
+        if not self._store.set(f"{prefix}/{self.participant}", _pack(step, self.participant, payload)):
+            fix = "give every setup its own namespace, and every process its own index"
+            self._abort(self._text(f"step '{step}' was entered twice", self.describe(self.participant), "once", fix))
+        deadline = time.monotonic() + self.timeout_s
+        gathered: dict[int, bytes] = {}
+        for p in self.participants:
+            record = self._await(step, prefix, p, deadline)
+            try:
+                gathered[p] = _unpack(record, step, p)
+            except ValueError as error:
+                fix = "run the same version of moonep_jax and the same program on every process"
+                self._abort(self._text(f"bad record of step '{step}' from {self.describe(p)}", error, "a record", fix))
+        return gathered
+
+    def _await(self, step: str, prefix: str, sender: int, deadline: float) -> bytes:
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                return self._store.get(f"{prefix}/{sender}", max(0.0, min(left, _SLICE_S)))
+            except TimeoutError:
+                self._raise_if_aborted()
+            if time.monotonic() >= deadline:
+                missing = [p for p in self.participants if self._store.try_get(f"{prefix}/{p}") is None]
+                if sender in missing:
+                    names = ", ".join(self.describe(p) for p in missing)
+                    expected = f"all {len(self.participants)} processes within {self.timeout_s:g} s"
+                    fix = "see the logs of those processes, or raise MOONEP_SETUP_TIMEOUT_S"
+                    self._abort(self._text(f"step '{step}' timed out", f"no word from {names}", expected, fix))
+
+    def vote(self, step: str, error: BaseException | str | None) -> None:
+        """Ends a step on all participants alike: returns when none has an error, else raises one SetupError on all."""
+        votes = self.all_gather(step, b"" if error is None else (_error_text(error) or "error").encode())
+        culprits: defaultdict[str, list[str]] = defaultdict(list)
+        for p, text in votes.items():
+            if text:
+                culprits[text.decode(errors="replace")].append(self.describe(p))
+        if culprits:
+            self._failed = True
+            failed, count = sum(map(len, culprits.values())), len(self.participants)
+            got = " | ".join(f"{', '.join(names)}: {text}" for text, names in culprits.items())
+            wrong = f"step '{step}' failed on {failed} of {count} process{'es' if count > 1 else ''}"
+            fix = f"remove the cause and run {self.op} again on every process"
+            cause = error if isinstance(error, BaseException) else None
+            raise SetupError(self._text(wrong, f"[{got}]", "success everywhere", fix)) from cause
+
+    def guarded(self, step: str, fn: Callable[[], T]) -> T:
+        """Runs fn and votes: its result, or one SetupError on all participants when any of them failed.
+
+        What fn acquires must be released by the caller when this raises: another participant may be the culprit.
+        """
+        try:
+            result = fn()
+        except Exception as error:
+            self.vote(step, error)
+            raise  # not reached: the vote raises
+        self.vote(step, None)
+        return result
+
+    def compare(self, step: str, fields: dict[str, str]) -> None:
+        """Returns when all participants gave the same fields; else names the fields, participants and values."""
+        sent = self.all_gather(step, json.dumps(fields).encode())
+        tables = {p: json.loads(data) for p, data in sent.items()}
+        differing: list[str] = []
+        for field in sorted({f for table in tables.values() for f in table}):
+            values: defaultdict[str, list[str]] = defaultdict(list)
+            for p, table in tables.items():
+                values[table.get(field, "(no such field)")].append(self.describe(p))
+            if len(values) > 1:
+                differing.append(f"{field} = " + " / ".join(f"{v!r} on {', '.join(n)}" for v, n in values.items()))
+        if differing:
+            self._failed = True
+            fix = "give every process the same config, mesh and versions"
+            wrong = f"step '{step}': the processes differ"
+            raise SetupError(self._text(wrong, f"[{' | '.join(differing)}]", "one value of each field", fix))
+
+    def barrier(self, step: str) -> None:
+        """Waits for all participants; the missing ones are named in the SetupError."""
+        self.all_gather(step, b"")
+
+    def all_present(self, step: str) -> bool:
+        """Waits for all participants; False when one of them has left instead of taking part."""
+        left = [p for p, word in self.all_gather(step, b"here").items() if word != b"here"]
+        self._failed = self._failed or bool(left)
+        return not left
+
+    def leave(self, step: str) -> None:
+        """Tells whoever waits in `all_present(step)` that this participant takes no part; waits for nobody."""
+        self._store.set(f"{self.namespace}/{self._steps}/{self.participant}", _pack(step, self.participant, b"left"))
+        self._left = True
+
+    def finish(self) -> None:
+        """Deletes the exchange's keys once all participants are done with them. To be called after failures, too."""
+        # Best effort: if somebody is gone, the keys have no reader left; if the store is gone, so are the keys.
+        limit = min(_GRACE_S, self.timeout_s) if self._failed else self.timeout_s
+        with contextlib.suppress(TimeoutError, MoonEPError):
+            self._store.barrier(f"{self.namespace}/finish", self.participants, limit)
+        with contextlib.suppress(MoonEPError):
+            self._store.delete(self.namespace)
+
+    def _abort(self, text: str) -> NoReturn:
+        # The first failure wins: its text is what every participant raises, late ones included.
+        self._store.set(f"{self.namespace}/abort", text.encode())
+        self._raise_if_aborted()
+        raise SetupError(text)
+
+    def _raise_if_aborted(self) -> None:
+        if (text := self._store.try_get(f"{self.namespace}/abort")) is not None:
+            self._failed = True
+            raise SetupError(text.decode(errors="replace"))
+
+    def _text(self, wrong: str, got: object, expected: object, fix: str) -> str:
+        return message(self.op, wrong, got, expected, fix)
+
+
+def _error_text(error: BaseException | str) -> str:
+    return str(error) if isinstance(error, str | MoonEPError) else f"{type(error).__name__}: {error}"
+
+
+def _pack(step: str, sender: int, payload: bytes) -> bytes:
+    name = step.encode()
+    return _HEADER.pack(_MAGIC, _VERSION, len(name), sender, len(payload)) + name + payload
+
+
+def _unpack(record: bytes, step: str, sender: int) -> bytes:
+    """The payload of a record. Raises ValueError saying what is wrong with it."""
+    if len(record) < _HEADER.size:
+        raise ValueError(f"{len(record)} bytes, shorter than the header of {_HEADER.size}")
+    magic, version, name_bytes, got_sender, payload_bytes = _HEADER.unpack_from(record)
+    name, payload = record[_HEADER.size : _HEADER.size + name_bytes], record[_HEADER.size + name_bytes :]
+    if magic != _MAGIC:
+        raise ValueError(f"magic {magic!r} instead of {_MAGIC!r}")
+    if version != _VERSION:
+        raise ValueError(f"version {version} instead of {_VERSION}")
+    if name != step.encode():
+        raise ValueError(f"step {name.decode(errors='replace')!r} instead of {step!r}")
+    if got_sender != sender:
+        raise ValueError(f"sender {got_sender} instead of {sender}")
+    if len(payload) != payload_bytes:
+        raise ValueError(f"{len(payload)} payload bytes instead of {payload_bytes}")
+    return payload

@@ -1,0 +1,109 @@
+"""The ops as JAX primitives over XLA FFI custom calls: shapes, lowering and sites. No checks, no gradients.
+
+Every kind of call (forward and backward uses are kinds of their own) is a primitive. A lowering takes a new `site` each
+time it runs, so that calls are told apart by what they are and not by when they come. The calls carry no effect: XLA
+may merge, drop, hoist or recompute them, and does so alike on all ranks. May touch: _compat, the native module.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+
+from moonep_jax import _compat, _ffi_cpu
+from moonep_jax.errors import OpError, message
+
+# Kind numbers and targets are those of xla_ffi/cpu/call.h and module.cc.
+_KINDS = {
+    "plan": (0, "moonep_plan"),
+    "dispatch": (1, "moonep_dispatch"),
+    "combine": (2, "moonep_combine"),
+    "prefetch": (3, "moonep_prefetch"),
+    "dispatch_grad": (4, "moonep_combine"),
+    "combine_grad": (5, "moonep_dispatch"),
+    "reduce_grad": (6, "moonep_reduce_grad"),
+}
+
+for _target, _capsule in _ffi_cpu.registrations().items():
+    jax.ffi.register_ffi_target(_target, _capsule, platform="cpu")
+
+
+def _abstract(*operands: Any, results: Sequence[tuple[tuple[int, ...], Any]], **_: Any) -> list[Any]:
+    return _compat.result_avals(operands[0], results)
+
+
+def _lower(
+    ctx: Any,
+    *operands: Any,
+    kind: int,
+    target: str,
+    domain: int,
+    channel: int,
+    results: Any,
+    aliases: tuple[tuple[int, int], ...],
+) -> Any:
+    del results  # the avals of ctx say the same
+    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases))
+    site = np.int64(_compat.new_site(ctx))
+    attributes = {"domain": np.int64(domain), "kind": np.int64(kind), "channel": np.int64(channel), "site": site}
+    return rule(ctx, *operands, **attributes)
+
+
+def _refuse_vmap(name: str, *_: Any, **__: Any) -> NoReturn:
+    fix = "call the op on the whole batch of tokens, or loop with lax.scan or lax.map"
+    raise OpError(message(name, "vmap is not supported", "a batched operand", "one call per rank and step", fix))
+
+
+def _refuse_jvp(name: str, *_: Any, **__: Any) -> NoReturn:
+    fix = "use jax.grad or jax.vjp, once"
+    raise OpError(
+        message(
+            name,
+            "forward-mode and repeated differentiation are not supported",
+            "a jvp of the op",
+            "reverse-mode differentiation",
+            fix,
+        )
+    )
+
+
+def _define(name: str) -> Primitive:
+    kind, target = _KINDS[name]
+    primitive = Primitive(f"moonep_{name}")
+    primitive.multiple_results = True
+    primitive.def_abstract_eval(_abstract)
+    _compat.register_lowering(primitive, functools.partial(_lower, kind=kind, target=target), "cpu")
+    _compat.refuse_transforms(
+        primitive, functools.partial(_refuse_vmap, name), functools.partial(_refuse_jvp, name)
+    )
+    return primitive
+
+
+_PRIMITIVES = {name: _define(name) for name in _KINDS}
+
+
+def call(
+    name: str,
+    operands: Sequence[jax.Array],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    *,
+    domain: int,
+    channel: int = 0,
+    aliases: Sequence[tuple[int, int]] = (),
+) -> list[jax.Array]:
+    """Binds one op. Operands must vary over the same mesh axes; results (shape, dtype) vary over those too.
+
+    `aliases` are (operand, result) pairs that share their buffer.
+    """
+    return _PRIMITIVES[name].bind(
+        *operands,
+        domain=domain,
+        channel=channel,
+        results=tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in results),
+        aliases=tuple(aliases),
+    )

@@ -1,0 +1,46 @@
+// The threads that run an algorithm of this folder together: one on the host, one CUDA block on a device.
+//
+// The planner is written once against this concept: rank(), size(), sync(), single(f), sum(n, f), argmax(n, f).
+// Nothing in xla_ffi/core includes XLA or CUDA headers.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define MOONEP_HD __host__ __device__
+#else
+#define MOONEP_HD
+#endif
+
+namespace moonep {
+
+struct SerialTeam {
+  MOONEP_HD int rank() const { return 0; }
+  MOONEP_HD int size() const { return 1; }
+  MOONEP_HD void sync() const {}
+
+  // Runs f on one thread; all threads see its writes afterwards.
+  template <class F>
+  MOONEP_HD void single(F f) const {
+    f();
+  }
+
+  template <class F>
+  MOONEP_HD int64_t sum(int n, F value) const {
+    int64_t total = 0;
+    for (int i = 0; i < n; ++i) total += value(i);
+    return total;
+  }
+
+  // Index of the largest value(i), i in [0, n); ties go to the lowest index.
+  template <class F>
+  MOONEP_HD int argmax(int n, F value) const {
+    int best = 0;
+    for (int i = 1; i < n; ++i) {
+      if (value(i) > value(best)) best = i;
+    }
+    return best;
+  }
+};
+
+}  // namespace moonep

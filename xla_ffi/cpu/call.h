@@ -1,0 +1,81 @@
+// What a progress thread needs to know of a call: its key, and how to move its data. Free of XLA.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "xla_ffi/core/layout.h"
+#include "xla_ffi/cpu/control.h"
+
+namespace moonep {
+
+// Forward and backward uses are kinds of their own: they may run at the same time and must not match each other.
+enum class Kind : int64_t {
+  kPlan = 0,
+  kDispatch = 1,
+  kCombine = 2,
+  kPrefetch = 3,
+  kDispatchGrad = 4,  // rows travel as in combine
+  kCombineGrad = 5,   // rows travel as in dispatch
+  kReduceGrad = 6,
+};
+constexpr int64_t kKinds = 7;
+
+inline const char* KindName(uint64_t kind) {
+  static const char* const names[kKinds] = {"plan",          "dispatch",     "combine",    "prefetch",
+                                            "dispatch_grad", "combine_grad", "reduce_grad"};
+  return kind < kKinds ? names[kind] : "unknown op";
+}
+
+// Parts of the chunks that calls of different kinds may use at the same time.
+enum class Region { kIds, kRows, kReturns, kSlots };
+constexpr int kRegions = 4;
+
+struct Failure {
+  enum Code : uint32_t { kNone = 0, kInvalid = 1, kDeadline = 2, kInternal = 3, kClosed = 4 };
+  Code code = kNone;
+  std::string text;
+  explicit operator bool() const { return code != kNone; }
+};
+
+// One local rank's place in its group, with every member's chunk mapped.
+struct RankView {
+  DomainShape shape;
+  ChunkLayout layout;
+  int32_t rank = 0;
+  bool poison = false;              // fill outputs and own staging with NaN bytes before use (tests)
+  std::vector<std::byte*> chunks;   // [ranks]
+  std::vector<std::string> labels;  // [ranks] "rank 2 (process 1)", for messages
+  std::string group;                // "group 0 of domain 3", for messages
+
+  ControlBlock& control(int32_t r) const { return *reinterpret_cast<ControlBlock*>(chunks[static_cast<size_t>(r)]); }
+  std::byte* own() const { return chunks[static_cast<size_t>(rank)]; }
+};
+
+// A call moves its data in rounds of: copy in, all in, copy out, all out. Both copies run on the rank's progress
+// thread; each returns what is wrong, or an empty string.
+class Call {
+ public:
+  virtual ~Call() = default;
+  virtual Region region() const = 0;
+  // Known alike on all ranks once they hold the operands; 0: nothing crosses between ranks..
+  virtual int64_t Rounds(const RankView&) { return 1; }
+  virtual std::string CopyIn(const RankView& rank, int64_t round) = 0;
+  virtual std::string CopyOut(const RankView& rank, int64_t round) = 0;
+  // The local part that needs no other rank; runs before the first round.
+  virtual std::string Begin(const RankView&, uint64_t /*entry*/) { return ""; }
+  // Fills float outputs with NaN and integer outputs with safe values. `before` the call, results that share their
+  // buffer with an operand are left alone.
+  virtual void Poison(bool before) = 0;
+
+  CallKey key;
+  uint64_t signature = 0;  // hash of static numbers that must be equal on all ranks
+  uint64_t launch = 0;     // the program launch that the call is part of (XLA's run id); never 0
+  std::function<void(const Failure&)> done;
+};
+
+}  // namespace moonep

@@ -1,0 +1,449 @@
+#include "xla_ffi/cpu/rank.h"
+
+#include <algorithm>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+#include "xla_ffi/cpu/completer.h"
+
+namespace moonep {
+namespace {
+
+constexpr int64_t kIdleNs = 200'000'000;  // a lost wake-up would cost this much, never a hang
+
+void Complete(std::unique_ptr<Call> call, const Failure& failure) {
+  if (failure) call->Poison(false);
+  std::function<void(const Failure&)> done = std::move(call->done);
+  call.reset();  // before the program goes on: its buffers are XLA's again
+  Completer::Get().Run([done = std::move(done), failure] { done(failure); });
+}
+
+std::string List(const std::vector<int32_t>& ranks) {
+  std::ostringstream out;
+  out << "[";
+  for (size_t i = 0; i < ranks.size(); ++i) out << (i ? ", " : "") << ranks[i];
+  out << "]";
+  return out.str();
+}
+
+std::string Describe(const CallKey& key) {
+  std::ostringstream out;
+  out << "ticket " << static_cast<int64_t>(key.ticket) << ", channel " << key.channel << ", site "
+      << (key.site & 0xffffffffu);
+  return out.str();
+}
+
+}  // namespace
+
+LocalRank::LocalRank(RankView view, RankOptions options)
+    : view_(std::move(view)),
+      options_(options),
+      random_(options.delay_seed * 1000003 + static_cast<uint64_t>(view_.rank)) {
+  for (int i = ControlBlock::kSlots; i-- > 0;) free_slots_.push_back(i);
+  if (view_.rank == 0) {
+    seen_slots_.resize(view_.chunks.size());
+    for (auto& slots : seen_slots_) slots.fill(0);
+  }
+}
+
+void LocalRank::Start() {
+  thread_ = std::thread([this] { Loop(); });
+}
+
+void LocalRank::Stop() {
+  if (!thread_.joinable()) return;
+  stop_.store(true);
+  own().bell.Ring();
+  thread_.join();
+}
+
+void LocalRank::Submit(std::unique_ptr<Call> call) {
+  Failure refused;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    refused = error_;
+    if (!refused) inbox_.push_back({std::move(call), 0, ++submitted_});
+  }
+  if (refused) {
+    Complete(std::move(call), refused);
+  } else {
+    own().bell.Ring();
+  }
+}
+
+Failure LocalRank::error() {
+  if (leader().origin.load() != 0) {
+    const uint32_t origin = leader().origin.load() - 1;
+    const ControlBlock& block = view_.control(static_cast<int32_t>(origin));
+    return {static_cast<Failure::Code>(block.error_code.load()), block.error_text};
+  }
+  return {};
+}
+
+void LocalRank::RingAll() const {
+  for (int32_t r = 0; r < view_.shape.ranks; ++r) view_.control(r).bell.Ring();
+}
+
+void LocalRank::Loop() {
+  while (!stop_.load()) {
+    const uint32_t snapshot = own().bell.Snapshot();
+    AdoptError();
+    bool moved = false;
+    if (!failed_) {
+      moved = PostCalls();
+      if (view_.rank == 0) moved |= Match();
+      if (!failed_) moved |= Advance();
+    }
+    if (!moved) {
+      Watch();
+      own().bell.Wait(snapshot, SleepNs());
+    }
+  }
+  own().closed.store(1);
+  RingAll();
+  const std::string text = view_.group + ": domain closed while the call was in flight; " +
+                           view_.labels[static_cast<size_t>(view_.rank)] + " called close()";
+  FailAll({Failure::kClosed, text});
+}
+
+bool LocalRank::PostCalls() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    while (!inbox_.empty()) {
+      waiting_.push_back(std::move(inbox_.front()));
+      inbox_.pop_front();
+      const int64_t delay =
+          options_.delay_ns > 0 ? static_cast<int64_t>(random_() % static_cast<uint64_t>(options_.delay_ns)) : 0;
+      waiting_.back().ready_ns = NowNs() + delay;
+    }
+  }
+  bool moved = false;
+  const int64_t now = NowNs();
+  for (auto it = waiting_.begin(); it != waiting_.end() && !free_slots_.empty();) {
+    if (it->ready_ns > now) {
+      ++it;
+      continue;
+    }
+    const CallKey key = it->call->key;
+    Posted posted;
+    posted.slot = free_slots_.back();
+    free_slots_.pop_back();
+    posted.posted_ns = now;
+    const bool first = called_.insert({key.kind, key.channel, key.site}).second;
+    posted.limit_ns = first ? options_.first_limit_ns : options_.limit_ns;
+    PostSlot& slot = own().posts[posted.slot];
+    slot.key.Set(key);
+    slot.signature.store(it->call->signature, std::memory_order_relaxed);
+    slot.launch.store(it->call->launch, std::memory_order_relaxed);
+    slot.order.store(it->order);
+    if (own().slots_used.load() <= static_cast<uint32_t>(posted.slot)) {
+      own().slots_used.store(static_cast<uint32_t>(posted.slot) + 1);
+    }
+    posted.call = std::move(it->call);
+    posted_[key].push_back(std::move(posted));
+    it = waiting_.erase(it);
+    moved = true;
+  }
+  if (moved && view_.rank != 0) leader().bell.Ring();
+  return moved;
+}
+
+bool LocalRank::Match() {
+  const size_t ranks = view_.chunks.size();
+  bool found = false;
+  for (size_t r = 0; r < ranks; ++r) {
+    ControlBlock& block = view_.control(static_cast<int32_t>(r));
+    const uint32_t used = std::min<uint32_t>(block.slots_used.load(), ControlBlock::kSlots);
+    for (uint32_t i = 0; i < used; ++i) {
+      const uint64_t order = block.posts[i].order.load();
+      if (order == 0 || order == seen_slots_[r][i]) continue;
+      seen_slots_[r][i] = order;
+      auto& queues = unmatched_[block.posts[i].key.Get()];
+      queues.resize(ranks);
+      const Seen seen{order, block.posts[i].signature.load(std::memory_order_relaxed),
+                      block.posts[i].launch.load(std::memory_order_relaxed)};
+      auto at = std::upper_bound(queues[r].begin(), queues[r].end(), seen,
+                                 [](const Seen& a, const Seen& b) { return a.order < b.order; });
+      queues[r].insert(at, seen);
+      found = true;
+    }
+  }
+  if (unmatched_.empty()) return false;
+  uint64_t slowest = UINT64_MAX;
+  for (size_t r = 0; r < ranks; ++r) {
+    slowest = std::min(slowest, view_.control(static_cast<int32_t>(r)).executed.load());
+  }
+  uint64_t head = own().log_head.load();
+  bool appended = false;
+  for (auto it = unmatched_.begin(); it != unmatched_.end();) {
+    auto& queues = it->second;
+    std::vector<Seen> picked;
+    while (head - slowest < ControlBlock::kLog && PickCalls(queues, &picked)) {
+      std::vector<int32_t> other;
+      for (size_t r = 0; r < ranks; ++r) {
+        if (picked[r].signature != picked[0].signature) other.push_back(static_cast<int32_t>(r));
+      }
+      if (!other.empty()) {
+        Raise({Failure::kInvalid, std::string(KindName(it->first.kind)) +
+                                      ": ranks disagree about shapes or dtypes; got other ones on ranks " +
+                                      List(other) + " than on rank 0 of " + view_.group + " (" + Describe(it->first) +
+                                      "), expected the same static shapes on all ranks; pad the batch or use ids of -1"});
+        return true;
+      }
+      LogEntry& entry = own().log[head % ControlBlock::kLog];
+      entry.key.Set(it->first);
+      entry.launch.store(launches_agree_ ? picked[0].launch : 0, std::memory_order_relaxed);
+      own().log_head.store(++head);
+      appended = true;
+    }
+    const bool empty =
+        std::all_of(queues.begin(), queues.end(), [](const std::deque<Seen>& q) { return q.empty(); });
+    it = empty ? unmatched_.erase(it) : std::next(it);
+  }
+  if (appended) RingAll();
+  return found || appended;
+}
+
+// Takes one call of each rank, if all ranks have one that belongs together. XLA numbers launches alike on all processes;
+// a JAX that does not is told by the first match, and then the oldest calls match.
+bool LocalRank::PickCalls(std::vector<std::deque<Seen>>& queues, std::vector<Seen>* picked) {
+  for (const auto& queue : queues) {
+    if (queue.empty()) return false;
+  }
+  auto take = [&](auto find) {
+    picked->clear();
+    for (auto& queue : queues) {
+      auto at = find(queue);
+      picked->push_back(*at);
+      queue.erase(at);
+    }
+    return true;
+  };
+  for (const Seen& first : queues[0]) {
+    const uint64_t launch = first.launch;
+    auto find = [launch](std::deque<Seen>& queue) {
+      return std::find_if(queue.begin(), queue.end(), [launch](const Seen& s) { return s.launch == launch; });
+    };
+    if (!std::all_of(queues.begin(), queues.end(), [&](std::deque<Seen>& q) { return find(q) != q.end(); })) continue;
+    launches_agree_ = true;
+    return take(find);
+  }
+  if (launches_agree_) return false;
+  return take([](std::deque<Seen>& queue) { return queue.begin(); });
+}
+
+bool LocalRank::AllReached(uint64_t step) const {
+  for (int32_t r = 0; r < view_.shape.ranks; ++r) {
+    if (view_.control(r).steps.load() < step) return false;
+  }
+  return true;
+}
+
+void LocalRank::PublishStep() {
+  own().steps.store(++step_);
+  // The last to arrive wakes the others. Two that arrive last at once both see each other (seq_cst) and both ring.
+  if (AllReached(step_)) RingAll();
+}
+
+bool LocalRank::BeginEntry() {
+  if (entry_ >= leader().log_head.load()) return false;
+  const LogEntry& entry = leader().log[entry_ % ControlBlock::kLog];
+  const CallKey key = entry.key.Get();
+  const uint64_t launch = entry.launch.load(std::memory_order_relaxed);
+  std::deque<Posted>& calls = posted_[key];
+  auto it = std::find_if(calls.begin(), calls.end(),
+                         [launch](const Posted& p) { return launch == 0 || p.call->launch == launch; });
+  if (it == calls.end()) {
+    Raise({Failure::kInternal, std::string(KindName(key.kind)) + ": the log names a call that " +
+                                   view_.labels[static_cast<size_t>(view_.rank)] + " did not post (" + Describe(key) +
+                                   "); this is a bug in moonep_jax"});
+    return true;
+  }
+  current_ = std::move(*it);
+  calls.erase(it);
+  if (calls.empty()) posted_.erase(key);
+  if (view_.poison) current_.call->Poison(true);
+  phase_ = Phase::kRegion;
+  round_ = 0;
+  rounds_ = current_.call->Rounds(view_);
+  if (std::string wrong = current_.call->Begin(view_, entry_); !wrong.empty()) {
+    Raise({Failure::kInvalid, std::move(wrong)});
+  } else if (rounds_ == 0) {
+    FinishEntry();
+  }
+  return true;
+}
+
+bool LocalRank::FinishEntry() {
+  own().posts[current_.slot].order.store(0);
+  free_slots_.push_back(current_.slot);
+  own().executed.store(++entry_);
+  // The leader waits for room in the log only when a rank lags far behind.
+  if (entry_ % (ControlBlock::kLog / 4) == 0 && view_.rank != 0) leader().bell.Ring();
+  phase_ = Phase::kIdle;
+  Complete(std::move(current_.call), {});
+  return true;
+}
+
+bool LocalRank::Advance() {
+  if (phase_ == Phase::kIdle) return BeginEntry();
+  std::string wrong;
+  uint64_t& region_free = region_free_[static_cast<size_t>(current_.call->region())];
+  if (phase_ == Phase::kRegion) {
+    if (!AllReached(region_free)) return false;
+    wrong = current_.call->CopyIn(view_, round_);
+    if (wrong.empty()) {
+      PublishStep();
+      phase_ = Phase::kAllIn;
+    }
+  } else {
+    if (!AllReached(step_)) return false;
+    wrong = current_.call->CopyOut(view_, round_);
+    if (wrong.empty()) {
+      PublishStep();
+      region_free = step_;
+      phase_ = Phase::kRegion;
+      if (++round_ == rounds_) return FinishEntry();
+    }
+  }
+  if (!wrong.empty()) Raise({Failure::kInvalid, std::move(wrong)});
+  return true;
+}
+
+bool LocalRank::HasPosted(int32_t rank, const Call& call, bool same_launch) const {
+  const ControlBlock& block = view_.control(rank);
+  const uint32_t used = std::min<uint32_t>(block.slots_used.load(), ControlBlock::kSlots);
+  for (uint32_t i = 0; i < used; ++i) {
+    const PostSlot& slot = block.posts[i];
+    if (slot.order.load() == 0 || !(slot.key.Get() == call.key)) continue;
+    if (!same_launch || slot.launch.load(std::memory_order_relaxed) == call.launch) return true;
+  }
+  return false;
+}
+
+std::vector<int32_t> LocalRank::Missing(const Posted& posted) const {
+  std::vector<int32_t> missing;
+  if (phase_ != Phase::kIdle) {  // an entry is being executed, this one or one before it
+    const uint64_t needed =
+        phase_ == Phase::kAllIn ? step_ : region_free_[static_cast<size_t>(current_.call->region())];
+    for (int32_t r = 0; r < view_.shape.ranks; ++r) {
+      if (view_.control(r).steps.load() < needed) missing.push_back(r);
+    }
+  } else {
+    for (const bool same_launch : {false, true}) {
+      for (int32_t r = 0; r < view_.shape.ranks; ++r) {
+        if (!HasPosted(r, *posted.call, same_launch)) missing.push_back(r);
+      }
+      if (!missing.empty()) break;
+    }
+  }
+  if (missing.empty()) missing.push_back(0);  // all have posted: the leader does not append
+  return missing;
+}
+
+std::string LocalRank::TimeoutText(const Posted& posted, const std::vector<int32_t>& missing) const {
+  const bool executing = phase_ != Phase::kIdle;
+  const CallKey key = executing ? current_.call->key : posted.call->key;
+  std::vector<int32_t> present;
+  std::string culprits;
+  for (int32_t r = 0; r < view_.shape.ranks; ++r) {
+    if (std::find(missing.begin(), missing.end(), r) == missing.end()) {
+      present.push_back(r);
+    } else {
+      culprits += (culprits.empty() ? "" : ", ") + view_.labels[static_cast<size_t>(r)];
+    }
+  }
+  std::ostringstream out;
+  out << KindName(key.kind) << ": missing ranks " << List(missing) << " after "
+      << static_cast<double>(posted.limit_ns) * 1e-9 << " s; got ranks " << List(present) << " of " << view_.group
+      << ", expected all " << view_.shape.ranks << "; " << culprits
+      << (executing ? " took part but stopped moving data" : " did not make the call")
+      << " - it may have died, be stuck, or have taken another branch; if it is only slow, raise timeout_s or "
+         "first_call_timeout_s ("
+      << Describe(key) << ", seen by " << view_.labels[static_cast<size_t>(view_.rank)] << ")";
+  return out.str();
+}
+
+void LocalRank::Watch() {
+  const int64_t now = NowNs();
+  auto overdue = [&](const Posted& p) {
+    if (now - p.posted_ns < p.limit_ns) return false;
+    Raise({Failure::kDeadline, TimeoutText(p, Missing(p))});
+    return true;
+  };
+  if (phase_ != Phase::kIdle && overdue(current_)) return;
+  for (const auto& [key, queue] : posted_) {
+    for (const Posted& p : queue) {
+      if (overdue(p)) return;
+      if (phase_ != Phase::kIdle || entry_ < leader().log_head.load()) continue;
+      for (int32_t r : Missing(p)) {
+        if (view_.control(r).closed.load() == 0) continue;
+        Raise({Failure::kClosed, std::string(KindName(key.kind)) + ": " + view_.labels[static_cast<size_t>(r)] +
+                                     " has closed the domain; got a call after its close(), expected none; close() is "
+                                     "collective: call it after the last step on every rank"});
+        return;
+      }
+    }
+  }
+}
+
+int64_t LocalRank::SleepNs() const {
+  const int64_t now = NowNs();
+  int64_t until = now + kIdleNs;
+  for (const Waiting& w : waiting_) until = std::min(until, w.ready_ns);
+  if (phase_ != Phase::kIdle) until = std::min(until, current_.posted_ns + current_.limit_ns);
+  for (const auto& [key, queue] : posted_) {
+    for (const Posted& p : queue) until = std::min(until, p.posted_ns + p.limit_ns);
+  }
+  return std::max<int64_t>(until - now, 0);
+}
+
+void LocalRank::Raise(Failure failure) {
+  ControlBlock& block = own();
+  uint32_t none = 0;
+  if (leader().origin.load() == 0) {
+    block.error_code.store(failure.code);
+    std::strncpy(block.error_text, failure.text.c_str(), ControlBlock::kText - 1);
+    leader().origin.compare_exchange_strong(none, static_cast<uint32_t>(view_.rank) + 1);
+    RingAll();
+  }
+  AdoptError();
+}
+
+void LocalRank::AdoptError() {
+  Failure first = error();
+  if (!first) return;
+  bool fresh = false;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) {
+      fresh = true;
+      error_ = first;
+    }
+  }
+  if (!fresh) return;
+  failed_ = true;
+  FailAll(first);
+}
+
+void LocalRank::FailAll(const Failure& failure) {
+  std::vector<std::unique_ptr<Call>> calls;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!error_) error_ = failure;
+    for (Waiting& w : inbox_) calls.push_back(std::move(w.call));
+    inbox_.clear();
+  }
+  for (Waiting& w : waiting_) calls.push_back(std::move(w.call));
+  waiting_.clear();
+  for (auto& [key, queue] : posted_) {
+    for (Posted& p : queue) calls.push_back(std::move(p.call));
+  }
+  posted_.clear();
+  if (phase_ != Phase::kIdle) calls.push_back(std::move(current_.call));
+  phase_ = Phase::kIdle;
+  for (auto& call : calls) Complete(std::move(call), failure);
+}
+
+}  // namespace moonep
