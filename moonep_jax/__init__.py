@@ -1,9 +1,9 @@
 """Expert parallelism for mixture-of-experts models in JAX: exactly equal load, no dropped rows, static memory.
 
-    import moonep_jax as moonep
+import moonep_jax as moonep
 
-    with moonep.setup(mesh, "ep", moonep.EPConfig(...)) as ep:  # before jit
-        ...  # ep.plan, ep.dispatch, ep.prefetch, ep.combine, ep.moe inside jax.shard_map over the mesh
+with moonep.setup(mesh, "ep", moonep.EPConfig(...)) as ep:  # before jit
+    ...  # ep.plan, ep.dispatch, ep.prefetch, ep.combine, ep.moe inside jax.shard_map over the mesh
 """
 
 from moonep_jax.config import EPConfig

@@ -5,7 +5,7 @@ Errors say op, argument, got, expected and how to fix.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,8 @@ import numpy as np
 from moonep_jax import _compat
 from moonep_jax.errors import OpError, message
 from moonep_jax.spec import DomainSpec, Plan
+
+T = TypeVar("T")
 
 
 def axes_bound(op: str, spec: DomainSpec) -> None:
@@ -27,9 +29,7 @@ def axes_bound(op: str, spec: DomainSpec) -> None:
         raise OpError(message(op, "the EP axis is not bound", unbound, f"manual axes {list(axes)}", fix))
     if partial := [a for a in mesh.axis_names if a not in manual and sizes[a] > 1]:
         fix = "leave axis_names out of jax.shard_map, so that all axes are manual"
-        raise OpError(
-            message(op, "shard_map is manual over some axes only", f"automatic axes {partial}", "none", fix)
-        )
+        raise OpError(message(op, "shard_map is manual over some axes only", f"automatic axes {partial}", "none", fix))
     ranks = int(np.prod([sizes[a] for a in axes]))
     if ranks != spec.ranks:
         fix = "use the mesh given to setup"
@@ -80,7 +80,7 @@ def plan(op: str, value: Any, spec: DomainSpec) -> Plan:
     return value
 
 
-def cast_together(spec: DomainSpec, tree: Any) -> Any:
+def cast_together(spec: DomainSpec, tree: T) -> T:
     """Casts all arrays to the union of their varying axes and the EP axes, so that results may carry that union.
 
     Outside the custom_vjp on purpose: the cast's transpose is the psum that a replicated operand's gradient needs.

@@ -188,7 +188,7 @@ class Domain:
         self._last_error = _ffi_cpu.error(self.spec.id)
         exchange = Exchange(
             self._store,
-            # Of its own, and not below the setup's: domains may be closed in any order, and late finishers delete theirs.
+            # Of its own, and not below the setup's: a process late in setup still deletes the keys below that one.
             f"{self._namespace}-close",
             self._process,
             self.spec.topology.processes,

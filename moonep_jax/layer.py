@@ -1,7 +1,7 @@
 """A whole MoE layer: top-k routing, dispatch, SwiGLU experts by a grouped GEMM, combine. Built on ops.py alone.
 
-The grouped GEMM is pluggable because its best form differs: `jax.lax.ragged_dot` is right for CPUs, and multiplies every
-group by every row on GPUs, where Tokamax's kernel is taken if it is installed.
+The grouped GEMM is pluggable because its best form differs: `jax.lax.ragged_dot` is right for CPUs, and multiplies
+every group by every row on GPUs, where Tokamax's kernel is taken if it is installed.
 """
 
 from __future__ import annotations

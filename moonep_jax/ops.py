@@ -40,7 +40,7 @@ def plan(spec: DomainSpec, topk_ids: Any, channel: int = 0) -> Plan:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _dispatch(spec: DomainSpec, p: Plan, x: jax.Array, topk_weights: jax.Array) -> list[jax.Array]:
+def _dispatch(spec: DomainSpec, p: Plan, x: jax.Array, topk_weights: jax.Array) -> Any:
     results = [((p.rows, x.shape[1]), x.dtype), ((p.rows,), np.float32)]
     return primitives.call("dispatch", [p.src, p.ticket, x, topk_weights], results, domain=spec.id)
 
@@ -77,13 +77,14 @@ def dispatch(
     topk_weights = checks.array("dispatch", "topk_weights", topk_weights, (s, k), np.float32, fix)
     if p is None:
         p = plan(spec, topk_ids, channel)
-    p = checks.plan("dispatch", p, spec)
-    if p.tokens != s:
+    checked = checks.plan("dispatch", p, spec)
+    if checked.tokens != s:
         fix = "use the plan of the same batch"
-        raise OpError(message("dispatch", "the plan has another number of tokens", p.tokens, s, fix))
-    p, x, topk_weights = checks.cast_together(spec, (p, x, topk_weights))
-    hidden, weights = _dispatch(spec, p, x, topk_weights)
-    return Dispatched(hidden, weights, p.group_sizes, p)
+        raise OpError(message("dispatch", "the plan has another number of tokens", checked.tokens, s, fix))
+    cast, x, topk_weights = checks.cast_together(spec, (checked, x, topk_weights))
+    rows: Any = _dispatch(spec, cast, x, topk_weights)
+    hidden, weights = rows
+    return Dispatched(hidden, weights, cast.group_sizes, cast)
 
 
 # -- combine -----------------------------------------------------------------------------------------------------------
@@ -135,9 +136,7 @@ def combine(spec: DomainSpec, p: Plan, out: Any, weights: Any = None) -> jax.Arr
 # -- prefetch ----------------------------------------------------------------------------------------------------------
 
 
-def _leaf_calls(
-    spec: DomainSpec, kind: str, p: Plan, leaves: list[jax.Array], out_rows: list[int]
-) -> list[jax.Array]:
+def _leaf_calls(spec: DomainSpec, kind: str, p: Plan, leaves: list[jax.Array], out_rows: list[int]) -> list[jax.Array]:
     results = [((rows, *leaf.shape[1:]), leaf.dtype) for leaf, rows in zip(leaves, out_rows, strict=True)]
     aliases = [(i + 2, i) for i, (leaf, rows) in enumerate(zip(leaves, out_rows, strict=True)) if leaf.shape[0] == rows]
     return primitives.call(kind, [p.slot_expert, p.ticket, *leaves], results, domain=spec.id, aliases=aliases)

@@ -78,9 +78,7 @@ def _define(name: str) -> Primitive:
     primitive.multiple_results = True
     primitive.def_abstract_eval(_abstract)
     _compat.register_lowering(primitive, functools.partial(_lower, kind=kind, target=target), "cpu")
-    _compat.refuse_transforms(
-        primitive, functools.partial(_refuse_vmap, name), functools.partial(_refuse_jvp, name)
-    )
+    _compat.refuse_transforms(primitive, functools.partial(_refuse_vmap, name), functools.partial(_refuse_jvp, name))
     return primitive
 
 

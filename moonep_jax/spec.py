@@ -1,4 +1,4 @@
-"""DomainSpec and Plan: the static description of a domain, and what `plan` returns. Values only: no memory, no native code.
+"""DomainSpec and Plan: the static description of a domain, and what `plan` returns. Values only.
 
 Notation: S token capacity per rank, s <= S tokens of a call, K experts per token, H hidden, E experts, R ranks,
 epn = E/R, N = NvS(s) rows of the dispatched buffer.
@@ -38,7 +38,6 @@ class DomainSpec:
     def experts_per_rank(self) -> int:
         """Epn = E/R."""
         return self.config.experts // self.ranks
-
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,4 @@ class Dispatched:
     plan: Plan
 
 
-jax.tree_util.register_dataclass(
-    Dispatched, data_fields=["hidden", "weights", "group_sizes", "plan"], meta_fields=[]
-)
+jax.tree_util.register_dataclass(Dispatched, data_fields=["hidden", "weights", "group_sizes", "plan"], meta_fields=[])

@@ -1,4 +1,4 @@
-"""Settings for all tests: 16 CPU devices, poisoned buffers, strict JAX; domains that tests make are closed after them."""
+"""Settings for all tests: 16 CPU devices, poisoned buffers, strict JAX; domains that tests make are closed."""
 
 import os
 
