@@ -345,6 +345,7 @@ def _start(
             rank=member.rank,
             chunks=[shared.address[group.index, m.rank] for m in group.devices],
             labels=[f"rank {m.rank} (device {m.device_id} of {describe(m.process_index)})" for m in group.devices],
+            one_process=len(group.processes) == 1,
             group=f"group {group.index} of domain {spec.id}",
             timeout_s=timeout_s,
             first_call_timeout_s=first_s,

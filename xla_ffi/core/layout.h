@@ -39,12 +39,12 @@ struct DomainShape {
 // Parts of a rank's chunk after its control block; each starts on a 4 KiB page. A rank writes ids, counts, rows,
 // weights and slots of its own chunk; returns and return_weights are written by the ranks that computed the rows.
 struct ChunkLayout {
-  int64_t row_stride = 0;  // bytes from row to row: rows start on cache lines whatever H is
-  int64_t ids = 0;         // [tokens, topk] int32
-  int64_t counts = 0;      // [experts] int32
-  int64_t rows = 0;        // [tokens] rows
-  int64_t weights = 0;     // [tokens, topk] float32
-  int64_t returns = 0;     // [tokens, topk] rows
+  int64_t row_stride = 0;      // bytes from row to row: rows start on cache lines whatever H is
+  int64_t ids = 0;             // [tokens, topk] int32
+  int64_t counts = 0;          // [experts] int32
+  int64_t rows = 0;            // [tokens] rows
+  int64_t weights = 0;         // [tokens, topk] float32
+  int64_t returns = 0;         // [tokens, topk] rows
   int64_t return_weights = 0;  // [tokens, topk] float32
   int64_t slots = 0;           // stage_bytes: expert weights (prefetch) or their gradients (reduce_grad)
   int64_t bytes = 0;           // of the whole chunk

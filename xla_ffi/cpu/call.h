@@ -47,6 +47,7 @@ struct RankView {
   DomainShape shape;
   ChunkLayout layout;
   int32_t rank = 0;
+  bool one_process = false;         // all members of the group are in this process
   bool poison = false;              // fill outputs and own staging with NaN bytes before use (tests)
   std::vector<std::byte*> chunks;   // [ranks]
   std::vector<std::string> labels;  // [ranks] "rank 2 (process 1)", for messages

@@ -99,13 +99,13 @@ struct alignas(64) LogEntry {
 };
 
 struct ControlBlock {
-  static constexpr int kSlots = 512;   // calls in flight per rank; more wait in the rank's process
-  static constexpr int kLog = 1024;    // entries that ranks may lag behind the leader
-  static constexpr int kText = 3072;   // bytes of an error text
+  static constexpr int kSlots = 512;  // calls in flight per rank; more wait in the rank's process
+  static constexpr int kLog = 1024;   // entries that ranks may lag behind the leader
+  static constexpr int kText = 3072;  // bytes of an error text
 
   // Written by the owner.
-  alignas(64) std::atomic<uint64_t> steps;     // synchronisation points passed
-  alignas(64) std::atomic<uint64_t> executed;  // log entries executed
+  alignas(64) std::atomic<uint64_t> steps;       // synchronisation points passed
+  alignas(64) std::atomic<uint64_t> executed;    // log entries executed
   alignas(64) std::atomic<uint32_t> slots_used;  // slots at or above this one were never used
   std::atomic<uint32_t> error_code;
   std::atomic<uint32_t> closed;  // the owner has stopped: it answers no call any more

@@ -94,8 +94,9 @@ ffi::Future Submit(int32_t device, ffi::RunId run, int64_t domain, int64_t kind_
     ticket = call_args.args[at].i32()[0];
     if (ticket < 0) {
       return Refuse(promise, ffi::ErrorCode::kInvalidArgument,
-                    std::string(op) + ": the plan is poisoned; got ticket -1, expected a plan that succeeded; see the "
-                                      "domain's first error (ep.check())");
+                    std::string(op) +
+                        ": the plan is poisoned; got ticket -1, expected a plan that succeeded; see the "
+                        "domain's first error (ep.check())");
     }
   }
   std::string wrong;
@@ -118,16 +119,16 @@ ffi::Future Submit(int32_t device, ffi::RunId run, int64_t domain, int64_t kind_
 
 }  // namespace
 
-#define MOONEP_HANDLER(Symbol)                                              \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(Symbol, Submit,                             \
-                                ffi::Ffi::Bind()                            \
-                                    .Ctx<ffi::DeviceOrdinal>()              \
-                                    .Ctx<ffi::RunId>()                      \
-                                    .Attr<int64_t>("domain")                \
-                                    .Attr<int64_t>("kind")                  \
-                                    .Attr<int64_t>("channel")               \
-                                    .Attr<int64_t>("site")                  \
-                                    .RemainingArgs()                        \
+#define MOONEP_HANDLER(Symbol)                                 \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(Symbol, Submit,                \
+                                ffi::Ffi::Bind()               \
+                                    .Ctx<ffi::DeviceOrdinal>() \
+                                    .Ctx<ffi::RunId>()         \
+                                    .Attr<int64_t>("domain")   \
+                                    .Attr<int64_t>("kind")     \
+                                    .Attr<int64_t>("channel")  \
+                                    .Attr<int64_t>("site")     \
+                                    .RemainingArgs()           \
                                     .RemainingRets())
 
 MOONEP_HANDLER(MoonepPlanCpu);

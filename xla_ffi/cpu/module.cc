@@ -38,7 +38,8 @@ ChunkLayout LayoutOf(const DomainShape& shape) { return ChunkLayout::Of(shape, s
 
 void AddRank(int64_t domain, int64_t device, const DomainShape& shape, int32_t rank,
              const std::vector<uintptr_t>& chunks, const std::vector<std::string>& labels, const std::string& group,
-             double timeout_s, double first_call_timeout_s, bool poison, int64_t delay_us, uint64_t delay_seed) {
+             bool one_process, double timeout_s, double first_call_timeout_s, bool poison, int64_t delay_us,
+             uint64_t delay_seed) {
   if (static_cast<int32_t>(chunks.size()) != shape.ranks || labels.size() != chunks.size()) {
     throw std::invalid_argument("setup: one chunk and one label per rank; got " + std::to_string(chunks.size()) +
                                 " and " + std::to_string(labels.size()) + ", expected " + std::to_string(shape.ranks));
@@ -47,6 +48,7 @@ void AddRank(int64_t domain, int64_t device, const DomainShape& shape, int32_t r
   view.shape = shape;
   view.layout = LayoutOf(shape);
   view.rank = rank;
+  view.one_process = one_process;
   view.poison = poison;
   for (uintptr_t chunk : chunks) view.chunks.push_back(reinterpret_cast<std::byte*>(chunk));
   view.labels = labels;
@@ -57,8 +59,7 @@ void AddRank(int64_t domain, int64_t device, const DomainShape& shape, int32_t r
   }
   const auto ns = [](double s) { return static_cast<int64_t>(s * 1e9); };
   auto local = std::make_shared<moonep::LocalRank>(
-      std::move(view),
-      moonep::RankOptions{ns(timeout_s), ns(first_call_timeout_s), delay_us * 1000, delay_seed});
+      std::move(view), moonep::RankOptions{ns(timeout_s), ns(first_call_timeout_s), delay_us * 1000, delay_seed});
   if (!moonep::Registry::Get().Add(domain, device, local)) {
     throw std::invalid_argument("setup: device " + std::to_string(device) + " is already a rank of domain " +
                                 std::to_string(domain));
@@ -104,7 +105,7 @@ nb::dict PlanAll(const DomainShape& shape, nb::ndarray<const int32_t, nb::ndim<3
   const size_t rows = static_cast<size_t>(shape.recv_rows(s));
   const size_t epn = static_cast<size_t>(shape.epn());
   const size_t sizes[] = {per_rank, per_rank, rows, rows, rows, 2 * epn, 2 * epn, ranks * epn, ranks, ranks};
-  const char* names[] = {"dst_rank",   "dst_row",    "src",         "primary",   "next",
+  const char* names[] = {"dst_rank",    "dst_row",    "src",         "primary",   "next",
                          "group_sizes", "group_rows", "slot_expert", "home_rows", "rank_rows"};
   constexpr size_t kArrays = 10;
   nb::dict result;
@@ -174,13 +175,12 @@ NB_MODULE(_ffi_cpu, m) {
 
   m.def("map_fd", [](int fd, int64_t bytes) { return Map(fd, bytes, MAP_SHARED); });
   m.def("map_anonymous", [](int64_t bytes) { return Map(-1, bytes, MAP_PRIVATE | MAP_ANONYMOUS); });
-  m.def("unmap", [](uintptr_t address, int64_t bytes) {
-    munmap(reinterpret_cast<void*>(address), static_cast<size_t>(bytes));
-  });
+  m.def("unmap",
+        [](uintptr_t address, int64_t bytes) { munmap(reinterpret_cast<void*>(address), static_cast<size_t>(bytes)); });
 
   m.def("add_rank", &AddRank, nb::kw_only(), nb::arg("domain"), nb::arg("device"), nb::arg("shape"), nb::arg("rank"),
-        nb::arg("chunks"), nb::arg("labels"), nb::arg("group"), nb::arg("timeout_s"), nb::arg("first_call_timeout_s"),
-        nb::arg("poison"), nb::arg("delay_us"), nb::arg("delay_seed"));
+        nb::arg("chunks"), nb::arg("labels"), nb::arg("group"), nb::arg("one_process"), nb::arg("timeout_s"),
+        nb::arg("first_call_timeout_s"), nb::arg("poison"), nb::arg("delay_us"), nb::arg("delay_seed"));
   m.def("error", &Error);
   m.def("executed", &Executed);
   m.def("stop", &Stop);

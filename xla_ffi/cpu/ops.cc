@@ -50,8 +50,9 @@ std::unique_ptr<Call> MakePlan(const DomainShape& d, CallArgs a, Checker check) 
   const int64_t s = a.args[0].dims.empty() ? 0 : a.args[0].dims[0];
   if (s > d.tokens || !check.Shape("topk_ids", a.args[0], {s, d.topk}, 4)) return nullptr;
   const int64_t rows = d.recv_rows(s);
-  const std::vector<std::vector<int64_t>> dims = {{s, d.topk}, {s, d.topk}, {rows},    {rows},    {rows}, {d.groups()},
-                                                  {d.groups()}, {d.ranks, d.epn()}, {d.ranks}, {d.ranks}, {1}};
+  const std::vector<std::vector<int64_t>> dims = {{s, d.topk}, {s, d.topk},  {rows},       {rows},
+                                                  {rows},      {d.groups()}, {d.groups()}, {d.ranks, d.epn()},
+                                                  {d.ranks},   {d.ranks},    {1}};
   for (size_t i = 0; i < dims.size(); ++i) {
     if (!check.Shape("a plan array", a.rets[i], dims[i], 4)) return nullptr;
   }
@@ -68,8 +69,8 @@ std::unique_ptr<Call> MakeDispatch(const DomainShape& d, CallArgs a, Checker che
       !check.Shape("x", a.args[2], {s, d.hidden}, item) || !check.Shape("hidden", a.rets[0], {rows, d.hidden}, item)) {
     return nullptr;
   }
-  if (weighted && (!check.Shape("topk_weights", a.args[3], {s, d.topk}, 4) ||
-                   !check.Shape("weights", a.rets[1], {rows}, 4))) {
+  if (weighted &&
+      (!check.Shape("topk_weights", a.args[3], {s, d.topk}, 4) || !check.Shape("weights", a.rets[1], {rows}, 4))) {
     return nullptr;
   }
   return std::make_unique<DispatchCall>(std::move(a), s);

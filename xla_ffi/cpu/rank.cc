@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "xla_ffi/cpu/completer.h"
+#include "xla_ffi/cpu/messages.h"
 
 namespace moonep {
 namespace {
@@ -19,21 +20,6 @@ void Complete(std::unique_ptr<Call> call, const Failure& failure) {
   Completer::Get().Run([done = std::move(done), failure] { done(failure); });
 }
 
-std::string List(const std::vector<int32_t>& ranks) {
-  std::ostringstream out;
-  out << "[";
-  for (size_t i = 0; i < ranks.size(); ++i) out << (i ? ", " : "") << ranks[i];
-  out << "]";
-  return out.str();
-}
-
-std::string Describe(const CallKey& key) {
-  std::ostringstream out;
-  out << "ticket " << static_cast<int64_t>(key.ticket) << ", channel " << key.channel << ", site "
-      << (key.site & 0xffffffffu);
-  return out.str();
-}
-
 }  // namespace
 
 LocalRank::LocalRank(RankView view, RankOptions options)
@@ -41,10 +27,7 @@ LocalRank::LocalRank(RankView view, RankOptions options)
       options_(options),
       random_(options.delay_seed * 1000003 + static_cast<uint64_t>(view_.rank)) {
   for (int i = ControlBlock::kSlots; i-- > 0;) free_slots_.push_back(i);
-  if (view_.rank == 0) {
-    seen_slots_.resize(view_.chunks.size());
-    for (auto& slots : seen_slots_) slots.fill(0);
-  }
+  if (view_.rank == 0) leader_duty_ = std::make_unique<Leader>(view_);
 }
 
 void LocalRank::Start() {
@@ -92,7 +75,11 @@ void LocalRank::Loop() {
     bool moved = false;
     if (!failed_) {
       moved = PostCalls();
-      if (view_.rank == 0) moved |= Match();
+      if (leader_duty_) {
+        Failure failure;
+        moved |= leader_duty_->Match(&failure);
+        if (failure) Raise(std::move(failure));
+      }
       if (!failed_) moved |= Advance();
     }
     if (!moved) {
@@ -147,90 +134,6 @@ bool LocalRank::PostCalls() {
   }
   if (moved && view_.rank != 0) leader().bell.Ring();
   return moved;
-}
-
-bool LocalRank::Match() {
-  const size_t ranks = view_.chunks.size();
-  bool found = false;
-  for (size_t r = 0; r < ranks; ++r) {
-    ControlBlock& block = view_.control(static_cast<int32_t>(r));
-    const uint32_t used = std::min<uint32_t>(block.slots_used.load(), ControlBlock::kSlots);
-    for (uint32_t i = 0; i < used; ++i) {
-      const uint64_t order = block.posts[i].order.load();
-      if (order == 0 || order == seen_slots_[r][i]) continue;
-      seen_slots_[r][i] = order;
-      auto& queues = unmatched_[block.posts[i].key.Get()];
-      queues.resize(ranks);
-      const Seen seen{order, block.posts[i].signature.load(std::memory_order_relaxed),
-                      block.posts[i].launch.load(std::memory_order_relaxed)};
-      auto at = std::upper_bound(queues[r].begin(), queues[r].end(), seen,
-                                 [](const Seen& a, const Seen& b) { return a.order < b.order; });
-      queues[r].insert(at, seen);
-      found = true;
-    }
-  }
-  if (unmatched_.empty()) return false;
-  uint64_t slowest = UINT64_MAX;
-  for (size_t r = 0; r < ranks; ++r) {
-    slowest = std::min(slowest, view_.control(static_cast<int32_t>(r)).executed.load());
-  }
-  uint64_t head = own().log_head.load();
-  bool appended = false;
-  for (auto it = unmatched_.begin(); it != unmatched_.end();) {
-    auto& queues = it->second;
-    std::vector<Seen> picked;
-    while (head - slowest < ControlBlock::kLog && PickCalls(queues, &picked)) {
-      std::vector<int32_t> other;
-      for (size_t r = 0; r < ranks; ++r) {
-        if (picked[r].signature != picked[0].signature) other.push_back(static_cast<int32_t>(r));
-      }
-      if (!other.empty()) {
-        Raise({Failure::kInvalid, std::string(KindName(it->first.kind)) +
-                                      ": ranks disagree about shapes or dtypes; got other ones on ranks " +
-                                      List(other) + " than on rank 0 of " + view_.group + " (" + Describe(it->first) +
-                                      "), expected the same static shapes on all ranks; pad the batch or use ids of -1"});
-        return true;
-      }
-      LogEntry& entry = own().log[head % ControlBlock::kLog];
-      entry.key.Set(it->first);
-      entry.launch.store(launches_agree_ ? picked[0].launch : 0, std::memory_order_relaxed);
-      own().log_head.store(++head);
-      appended = true;
-    }
-    const bool empty =
-        std::all_of(queues.begin(), queues.end(), [](const std::deque<Seen>& q) { return q.empty(); });
-    it = empty ? unmatched_.erase(it) : std::next(it);
-  }
-  if (appended) RingAll();
-  return found || appended;
-}
-
-// Takes one call of each rank, if all ranks have one that belongs together. XLA numbers launches alike on all processes;
-// a JAX that does not is told by the first match, and then the oldest calls match.
-bool LocalRank::PickCalls(std::vector<std::deque<Seen>>& queues, std::vector<Seen>* picked) {
-  for (const auto& queue : queues) {
-    if (queue.empty()) return false;
-  }
-  auto take = [&](auto find) {
-    picked->clear();
-    for (auto& queue : queues) {
-      auto at = find(queue);
-      picked->push_back(*at);
-      queue.erase(at);
-    }
-    return true;
-  };
-  for (const Seen& first : queues[0]) {
-    const uint64_t launch = first.launch;
-    auto find = [launch](std::deque<Seen>& queue) {
-      return std::find_if(queue.begin(), queue.end(), [launch](const Seen& s) { return s.launch == launch; });
-    };
-    if (!std::all_of(queues.begin(), queues.end(), [&](std::deque<Seen>& q) { return find(q) != q.end(); })) continue;
-    launches_agree_ = true;
-    return take(find);
-  }
-  if (launches_agree_) return false;
-  return take([](std::deque<Seen>& queue) { return queue.begin(); });
 }
 
 bool LocalRank::AllReached(uint64_t step) const {

@@ -1,4 +1,4 @@
-// The progress thread of one local rank: posts calls, matches them (leader), executes the log, watches the limits.
+// The progress thread of one local rank: posts calls, executes the log, watches the limits; on rank 0 it also leads.
 //
 // A handler only submits. The thread posts the call's key in shared memory; the leader appends a key to its log once
 // every rank has posted it; every rank executes the log in order. So an entry exists only when all ranks hold its
@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "xla_ffi/cpu/call.h"
+#include "xla_ffi/cpu/leader.h"
 
 namespace moonep {
 
@@ -58,17 +59,10 @@ class LocalRank {
     int64_t posted_ns = 0;
     int64_t limit_ns = 0;
   };
-  struct Seen {
-    uint64_t order = 0;
-    uint64_t signature = 0;
-    uint64_t launch = 0;
-  };
   enum class Phase { kIdle, kRegion, kAllIn };
 
   void Loop();
   bool PostCalls();
-  bool Match();
-  bool PickCalls(std::vector<std::deque<Seen>>& queues, std::vector<Seen>* picked);
   bool Advance();
   bool BeginEntry();
   bool FinishEntry();
@@ -91,7 +85,7 @@ class LocalRank {
   std::thread thread_;
   std::atomic<bool> stop_{false};
 
-  std::mutex mutex_;            // guards the three below; held for moments, never while calling out
+  std::mutex mutex_;  // guards the three below; held for moments, never while calling out
   std::deque<Waiting> inbox_;
   Failure error_;
   uint64_t submitted_ = 0;
@@ -110,10 +104,7 @@ class LocalRank {
   Posted current_;
   int64_t round_ = 0;
   int64_t rounds_ = 0;
-  // Leader only.
-  std::vector<std::array<uint64_t, ControlBlock::kSlots>> seen_slots_;
-  std::map<CallKey, std::vector<std::deque<Seen>>> unmatched_;
-  bool launches_agree_ = false;  // seen once: from then on only calls of one launch match
+  std::unique_ptr<Leader> leader_duty_;  // on rank 0
 };
 
 }  // namespace moonep
