@@ -21,6 +21,7 @@ from moonep_jax.errors import ConfigError, message
 
 ROW_DTYPES: Final = (np.dtype(np.float32), np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 LEAF_ALIGN: Final = 64  # bytes; each weight leaf of an expert starts at a multiple of it
+SUB_BYTE: Final = ("int1", "uint1", "int2", "uint2", "int4", "uint4", "float4_e2m1fn")  # XLA packs them, NumPy does not
 INT32_LIMIT: Final = 2**31  # row and assignment ids are int32
 
 
@@ -227,4 +228,7 @@ def _weights(value: Any) -> Weights:
         leaves[name] = WeightLeaf(dims, _dtype(f"weights[{name!r}] dtype", dtype))
         if leaves[name].dtype.hasobject or leaves[name].dtype.itemsize == 0:
             raise _bad(f"weights[{name!r}]", f"dtype {leaves[name].dtype}", "a dtype of plain bytes", fix)
+        if leaves[name].dtype.name in SUB_BYTE:
+            packed = "pack its elements into uint8 (jax.lax.bitcast_convert_type)"
+            raise _bad(f"weights[{name!r}]", f"dtype {leaves[name].dtype.name}", "elements of whole bytes", packed)
     return Weights(leaves)

@@ -36,13 +36,18 @@ def plan(spec: DomainSpec, topk_ids: Any, channel: int = 0) -> Plan:
     return Plan(**dict(zip(PLAN_ARRAYS, arrays, strict=True)), domain=spec.id)
 
 
+def _route(p: Plan) -> list[jax.Array]:
+    """The plan's operands of dispatch and combine_grad, in the order of xla_ffi/common/operands.h."""
+    return [p.dst_rank, p.dst_row, p.src, p.primary, p.next, p.ticket]
+
+
 # -- dispatch ----------------------------------------------------------------------------------------------------------
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(spec: DomainSpec, p: Plan, x: jax.Array, topk_weights: jax.Array) -> Any:
     results = [((p.rows, x.shape[1]), x.dtype), ((p.rows,), np.float32)]
-    return primitives.call("dispatch", [p.src, p.ticket, x, topk_weights], results, domain=spec.id)
+    return primitives.call("dispatch", [*_route(p), x, topk_weights], results, domain=spec.id)
 
 
 def _dispatch_fwd(spec: DomainSpec, p: Plan, x: jax.Array, topk_weights: jax.Array) -> tuple[list[jax.Array], Plan]:
@@ -106,15 +111,17 @@ def _combine_fwd(spec: DomainSpec, p: Plan, out: jax.Array, weights: jax.Array |
 def _combine_bwd(spec: DomainSpec, residuals: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array | None]:
     p, weighted = residuals
     (rows,) = primitives.call(
-        "combine_grad", [p.src, p.ticket, dy], [((p.rows, dy.shape[1]), dy.dtype)], domain=spec.id
+        "combine_grad", [*_route(p), dy], [((p.rows, dy.shape[1]), dy.dtype)], domain=spec.id
     )
     if weighted is None:
         return None, rows, None
     out, weights = weighted
     wide = rows.astype(np.float32)
     # Rows without a token hold whatever the model left there, NaN included.
+    held = p.src >= 0
     dot = jnp.sum(wide * out.astype(np.float32), axis=1)
-    return None, (wide * weights[:, None]).astype(out.dtype), jnp.where(p.src >= 0, dot, 0.0)
+    scale = jnp.where(held, weights, 0.0)
+    return None, (wide * scale[:, None]).astype(out.dtype), jnp.where(held, dot, 0.0)
 
 
 _combine.defvjp(_combine_fwd, _combine_bwd)

@@ -8,28 +8,11 @@
 #include <string>
 #include <vector>
 
+#include "xla_ffi/common/operands.h"
 #include "xla_ffi/core/layout.h"
 #include "xla_ffi/cpu/control.h"
 
 namespace moonep {
-
-// Forward and backward uses are kinds of their own: they may run at the same time and must not match each other.
-enum class Kind : int64_t {
-  kPlan = 0,
-  kDispatch = 1,
-  kCombine = 2,
-  kPrefetch = 3,
-  kDispatchGrad = 4,  // rows travel as in combine
-  kCombineGrad = 5,   // rows travel as in dispatch
-  kReduceGrad = 6,
-};
-constexpr int64_t kKinds = 7;
-
-inline const char* KindName(uint64_t kind) {
-  static const char* const names[kKinds] = {"plan",          "dispatch",     "combine",    "prefetch",
-                                            "dispatch_grad", "combine_grad", "reduce_grad"};
-  return kind < kKinds ? names[kind] : "unknown op";
-}
 
 // Parts of the chunks that calls of different kinds may use at the same time.
 enum class Region { kIds, kRows, kReturns, kSlots };

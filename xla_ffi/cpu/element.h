@@ -6,9 +6,9 @@
 #include <cstring>
 #include <limits>
 
-namespace moonep {
+#include "xla_ffi/common/operands.h"
 
-enum class ElementType : int32_t { kOther = 0, kF32 = 1, kF16 = 2, kBF16 = 3 };
+namespace moonep {
 
 inline uint32_t Bits(float value) {
   uint32_t bits;

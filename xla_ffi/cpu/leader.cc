@@ -49,8 +49,9 @@ bool Leader::Match(Failure* failure) {
       }
       if (!other.empty()) {
         *failure = {Failure::kInvalid,
-                    std::string(KindName(it->first.kind)) + ": ranks disagree about shapes or dtypes; got other ones " +
-                        "on ranks " + List(other) + " than on rank 0 of " + view_.group + " (" + Describe(it->first) +
+                    std::string(KindName(static_cast<int64_t>(it->first.kind))) +
+                        ": ranks disagree about shapes or dtypes; got other ones " + "on ranks " + List(other) +
+                        " than on rank 0 of " + view_.group + " (" + Describe(it->first) +
                         "), expected the same static shapes on all ranks; pad the batch or use ids of -1"};
         return true;
       }

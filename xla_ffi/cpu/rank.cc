@@ -158,7 +158,7 @@ bool LocalRank::BeginEntry() {
   auto it = std::find_if(calls.begin(), calls.end(),
                          [launch](const Posted& p) { return launch == 0 || p.call->launch == launch; });
   if (it == calls.end()) {
-    Raise({Failure::kInternal, std::string(KindName(key.kind)) + ": the log names a call that " +
+    Raise({Failure::kInternal, std::string(KindName(static_cast<int64_t>(key.kind))) + ": the log names a call that " +
                                    view_.labels[static_cast<size_t>(view_.rank)] + " did not post (" + Describe(key) +
                                    "); this is a bug in moonep_jax"});
     return true;
@@ -258,7 +258,7 @@ std::string LocalRank::TimeoutText(const Posted& posted, const std::vector<int32
     }
   }
   std::ostringstream out;
-  out << KindName(key.kind) << ": missing ranks " << List(missing) << " after "
+  out << KindName(static_cast<int64_t>(key.kind)) << ": missing ranks " << List(missing) << " after "
       << static_cast<double>(posted.limit_ns) * 1e-9 << " s; got ranks " << List(present) << " of " << view_.group
       << ", expected all " << view_.shape.ranks << "; " << culprits
       << (executing ? " took part but stopped moving data" : " did not make the call")
@@ -282,7 +282,8 @@ void LocalRank::Watch() {
       if (phase_ != Phase::kIdle || entry_ < leader().log_head.load()) continue;
       for (int32_t r : Missing(p)) {
         if (view_.control(r).closed.load() == 0) continue;
-        Raise({Failure::kClosed, std::string(KindName(key.kind)) + ": " + view_.labels[static_cast<size_t>(r)] +
+        Raise({Failure::kClosed, std::string(KindName(static_cast<int64_t>(key.kind))) + ": " +
+                                     view_.labels[static_cast<size_t>(r)] +
                                      " has closed the domain; got a call after its close(), expected none; close() is "
                                      "collective: call it after the last step on every rank"});
         return;

@@ -11,7 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "xla_ffi/cpu/ops.h"
+#include "xla_ffi/common/operands.h"
+#include "xla_ffi/cpu/call.h"
+#include "xla_ffi/cpu/element.h"
 #include "xla_ffi/cpu/plan_rows.h"
 
 namespace moonep {
@@ -22,7 +24,7 @@ inline void FillNaN(const Array& a) {
 }
 
 inline std::string Corrupt(Kind kind, const char* what) {
-  return std::string(KindName(static_cast<uint64_t>(kind))) + ": the plan does not fit this call; got " + what +
+  return std::string(KindName(static_cast<int64_t>(kind))) + ": the plan does not fit this call; got " + what +
          " out of range, expected a Plan made by this domain for the same batch; pass d.plan unchanged";
 }
 
@@ -104,7 +106,7 @@ class DispatchCall final : public RowCall {
   Region region() const override { return Region::kRows; }
 
   std::string CopyIn(const RankView& v, int64_t) override {
-    const std::byte* x = a_.args[2].raw();
+    const std::byte* x = a_.args[6].raw();
     if (v.layout.row_stride == v.shape.row_bytes) {
       std::memcpy(RowAt(v, v.rank, v.layout.rows, 0), x, static_cast<size_t>(s_ * v.shape.row_bytes));
     } else {
@@ -114,13 +116,13 @@ class DispatchCall final : public RowCall {
       }
     }
     if (weighted()) {
-      std::memcpy(FloatsAt(v, v.rank, v.layout.weights), a_.args[3].data, static_cast<size_t>(a_.args[3].bytes()));
+      std::memcpy(FloatsAt(v, v.rank, v.layout.weights), a_.args[7].data, static_cast<size_t>(a_.args[7].bytes()));
     }
     return "";
   }
 
   std::string CopyOut(const RankView& v, int64_t) override {
-    const int32_t* src = a_.args[0].i32();
+    const int32_t* src = a_.args[2].i32();
     std::byte* hidden = a_.rets[0].raw();
     const int64_t per_rank = s_ * v.shape.topk;
     const size_t bytes = static_cast<size_t>(v.shape.row_bytes);

@@ -1,0 +1,140 @@
+// Launchers of all kernels: raw device pointers and a stream, no XLA. Each returns the launch's error.
+//
+// A call is: Begin (one block: next epoch, credits) -> a data kernel that sends and publishes in its tail -> Wait (one
+// block) -> a local kernel that expands or reduces and gives the credits back. `blocks` is the grid of data kernels.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "xla_ffi/core/placement.h"
+#include "xla_ffi/core/planner.h"
+#include "xla_ffi/cuda/chunk.h"
+
+namespace moonep {
+
+// A plan's arrays in device memory (moonep_jax/spec.py says what each means).
+struct PlanPointers {
+  int32_t* dst_rank;
+  int32_t* dst_row;
+  int32_t* src;
+  int32_t* primary;
+  int32_t* next;
+  int32_t* group_sizes;
+  int32_t* group_rows;
+  int32_t* slot_expert;
+  int32_t* home_rows;
+  int32_t* rank_rows;
+  int32_t* ticket;
+};
+
+cudaError_t LaunchBegin(const RankViewGpu& v, Part part, const CallId& id, bool credits, cudaStream_t stream);
+cudaError_t LaunchWait(const RankViewGpu& v, Part part, cudaStream_t stream);
+
+// -- plan (plan.cu) ---------------------------------------------------------------------------------------------------
+
+// Device memory of one rank that only its own kernels use; sizes in PlanScratchBytes.
+struct PlanScratch {
+  int32_t* tile_counts;  // [R, tiles, E]
+  int32_t* tiles_done;   // [R], zero between launches
+  int32_t* count;        // [R, E]
+  int32_t* totals;       // [E]
+  int32_t* alloc;        // [E, R]
+  int32_t* src_prefix;   // [R, E]
+  int32_t* dst_prefix;   // [E, R]
+  int32_t* group_row;    // [E, R]
+  PlannerScratch planner;
+
+  MOONEP_HD PlanTables tables(int32_t* slot_expert) const {
+    return {count, alloc, src_prefix, dst_prefix, group_row, slot_expert};
+  }
+};
+
+struct PlanArgs {
+  int64_t tokens;
+  const int32_t* ids;  // [s, K]
+  PlanPointers plan;
+  PlanScratch scratch;
+  int64_t rows;  // N
+  int64_t tile;  // PlanTile(shape)
+};
+
+// Ids per block, a whole number of tokens; and blocks per source.
+int64_t PlanTile(const DomainShape& d);
+int64_t PlanTiles(const DomainShape& d, int64_t tokens);
+
+cudaError_t LaunchPlanPush(const RankViewGpu& v, const PlanArgs& a, int blocks, cudaStream_t stream);
+// After the wait: counts, tables, places.
+cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_t stream);
+
+// -- rows (rows.cu) ---------------------------------------------------------------------------------------------------
+
+// Row elements, as in xla_ffi/cpu/element.h.
+enum class RowType : int32_t { kF32 = 1, kF16 = 2, kBF16 = 3 };
+
+struct DispatchArgs {
+  int64_t tokens;
+  const int32_t* dst_rank;    // [s, K]
+  const int32_t* dst_row;     // [s, K]
+  const std::byte* x;         // [s, H]
+  const float* topk_weights;  // [s, K], or null
+  const int32_t* src;         // [N]
+  const int32_t* primary;     // [N]
+  const int32_t* next;        // [N]
+  std::byte* hidden;          // [N, H]
+  float* weights;             // [N], or null with topk_weights
+  int64_t rows;               // N
+};
+cudaError_t LaunchDispatchSend(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream);
+cudaError_t LaunchDispatchExpand(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream);
+
+struct CombineArgs {
+  int64_t tokens;
+  const int32_t* dst_rank;  // [s, K]
+  const int32_t* src;       // [N]
+  const int32_t* primary;   // [N]
+  const int32_t* next;      // [N]
+  const std::byte* out;     // [N, H]
+  const float* w;           // [N]: scales the rows (combine), or travels home (dispatch_grad)
+  std::byte* y;             // [s, H]
+  float* returned;          // [s, K] in dispatch_grad, else null
+  int64_t rows;             // N
+  RowType type;
+};
+cudaError_t LaunchCombineSend(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream);
+cudaError_t LaunchCombineReduce(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream);
+
+// -- weights (weights.cu) ---------------------------------------------------------------------------------------------
+
+constexpr int kMaxLeaves = 16;
+
+struct Leaf {
+  const std::byte* in;  // [epn or 2*epn, bytes]
+  std::byte* out;       // [epn or 2*epn, bytes]
+  int64_t bytes;        // of one expert
+  int64_t start;        // in an expert's run of leaves, a multiple of 64
+  int32_t in_rows;
+  int32_t out_rows;
+  int32_t type;  // RowType, or 0: bytes without arithmetic
+};
+
+struct WeightArgs {
+  const int32_t* slot_expert;  // [R, epn]
+  int64_t window;              // bytes of an expert that a round moves
+  int64_t round;
+  int32_t leaves;
+  Leaf leaf[kMaxLeaves];
+};
+int64_t WeightRounds(const WeightArgs& a);
+
+// prefetch: homes push the round's window of replicated experts into the slots of their replicas' ranks ...
+cudaError_t LaunchPrefetchSend(const RankViewGpu& v, const WeightArgs& a, int blocks, cudaStream_t stream);
+// ... which copy them to the result; the first round also copies own experts and fills unused slots.
+cudaError_t LaunchPrefetchExpand(const RankViewGpu& v, const WeightArgs& a, int blocks, cudaStream_t stream);
+// reduce_grad: replicas stage their gradients in their own slots ...
+cudaError_t LaunchReduceStage(const RankViewGpu& v, const WeightArgs& a, int blocks, cudaStream_t stream);
+// ... and homes pull and add them, in rank order.
+cudaError_t LaunchReducePull(const RankViewGpu& v, const WeightArgs& a, int blocks, cudaStream_t stream);
+
+}  // namespace moonep

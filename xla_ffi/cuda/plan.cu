@@ -1,0 +1,244 @@
+// plan: ids of all ranks by one exchange, counts, tables, and the place of every row. Five launches.
+//
+// Every rank pushes its ids to all ranks and then computes everything itself; no scattered record crosses the link.
+// The ids buffer is double-buffered by the parity of the epoch: a rank pushes epoch n+2 only after it has passed the
+// wait of n+1, which every rank enters after it is done with n. So plan needs no credits.
+#include "xla_ffi/cuda/block_team.cuh"
+#include "xla_ffi/cuda/kernels.h"
+#include "xla_ffi/cuda/sync.cuh"
+
+namespace moonep {
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kTile = 2048;  // ids per block; a tile holds whole tokens
+constexpr int kTablesThreads = 1024;
+constexpr uint16_t kUnrouted = 0xffff;
+
+__device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v) {
+  return v.own().part[static_cast<int>(Part::kIds)];
+}
+
+__global__ void __launch_bounds__(kThreads) PushIds(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
+  ControlBlockGpu::PartState& part = State(v);
+  if (part.live != 0) {
+    const int64_t n = a.tokens * v.shape.topk;
+    const uint32_t parity = part.epoch & 1;
+    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
+         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
+      const int32_t id = a.ids[i];
+      const uint16_t packed = id >= 0 && id < v.shape.experts ? static_cast<uint16_t>(id) : kUnrouted;
+      for (int p = 0; p < v.shape.ranks; ++p) {
+        v.ids((v.rank + p) % v.shape.ranks, parity, v.rank)[i] = packed;
+      }
+    }
+  }
+  Tail(part, [&] {
+    if (part.live != 0) PublishArrived(v, Part::kIds, part);
+  });
+}
+
+// Block (tile, source): how many of the tile's ids name each expert. The last block of a source turns its column of
+// tiles into exclusive sums and counts. All blocks together blank the row arrays.
+__global__ void __launch_bounds__(kThreads) CountTiles(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
+  ControlBlockGpu::PartState& part = State(v);
+  extern __shared__ int32_t histogram[];  // [E]
+  const int source = static_cast<int>(blockIdx.y);
+  const int tiles = static_cast<int>(gridDim.x);
+  const int64_t block = blockIdx.x + static_cast<int64_t>(gridDim.x) * blockIdx.y;
+  const int64_t blocks = static_cast<int64_t>(gridDim.x) * gridDim.y;
+  for (int64_t i = block * blockDim.x + threadIdx.x; i < a.rows; i += blocks * blockDim.x) {
+    a.plan.src[i] = a.plan.primary[i] = a.plan.next[i] = -1;
+  }
+  if (part.live == 0) return;
+  const int experts = v.shape.experts;
+  const int64_t n = a.tokens * v.shape.topk;
+  const uint16_t* ids = v.ids(v.rank, part.epoch & 1, source);
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) histogram[e] = 0;
+  __syncthreads();
+  const int64_t first = blockIdx.x * a.tile;
+  for (int64_t i = first + threadIdx.x; i < min(first + a.tile, n); i += blockDim.x) {
+    if (ids[i] != kUnrouted) atomicAdd(&histogram[ids[i]], 1);
+  }
+  __syncthreads();
+  int32_t* table = a.scratch.tile_counts + static_cast<int64_t>(source) * tiles * experts;
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+    table[static_cast<int64_t>(blockIdx.x) * experts + e] = histogram[e];
+  }
+  __shared__ bool last;
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    last = atomicAdd(&a.scratch.tiles_done[source], 1) + 1 == tiles;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  if (threadIdx.x == 0) a.scratch.tiles_done[source] = 0;
+  for (int e = threadIdx.x; e < experts; e += blockDim.x) {
+    int32_t sum = 0;
+    for (int tile = 0; tile < tiles; ++tile) {
+      int32_t* cell = table + static_cast<int64_t>(tile) * experts + e;
+      const int32_t here = *cell;
+      *cell = sum;
+      sum += here;
+    }
+    a.scratch.count[static_cast<int64_t>(source) * experts + e] = sum;
+  }
+}
+
+// One block: the balance loop is a chain of argmax over the ranks, so more blocks would only wait for it.
+__global__ void __launch_bounds__(kTablesThreads) MakeTables(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
+  ControlBlockGpu::PartState& part = State(v);
+  const BlockTeam team;
+  const DomainShape& d = v.shape;
+  const PlanScratch& s = a.scratch;
+  if (part.live == 0) {  // safe for whoever uses it: no rows anywhere, and a ticket that every op refuses
+    for (int i = team.rank(); i < d.groups(); i += team.size()) a.plan.group_sizes[i] = a.plan.group_rows[i] = 0;
+    for (int i = team.rank(); i < d.experts; i += team.size()) a.plan.slot_expert[i] = -1;
+    for (int i = team.rank(); i < d.ranks; i += team.size()) a.plan.home_rows[i] = a.plan.rank_rows[i] = 0;
+    if (team.rank() == 0) a.plan.ticket[0] = -1;
+    return;
+  }
+  for (int e = team.rank(); e < d.experts; e += team.size()) {
+    int32_t total = 0;
+    for (int r = 0; r < d.ranks; ++r) total += s.count[static_cast<int64_t>(r) * d.experts + e];
+    s.totals[e] = total;
+  }
+  team.sync();
+  Allocate(team, d, s.totals, s.alloc, s.planner);
+  team.sync();
+  const PlanTables tables = s.tables(a.plan.slot_expert);
+  BuildPrefixes(team, d, tables);
+  BuildGroups(team, d, tables, v.rank, a.plan.group_sizes, a.plan.group_rows);
+  for (int r = team.rank(); r < d.ranks; r += team.size()) {
+    int32_t home = 0;
+    int32_t here = 0;
+    for (int i = 0; i < d.epn(); ++i) home += s.totals[r * d.epn() + i];
+    for (int e = 0; e < d.experts; ++e) here += s.alloc[static_cast<int64_t>(e) * d.ranks + r];
+    a.plan.home_rows[r] = home;
+    a.plan.rank_rows[r] = here;
+  }
+  if (team.rank() == 0) {
+    a.plan.ticket[0] = part.ticket;
+    part.busy = 0;
+  }
+}
+
+// Block (tile, source): the place of each id, in order. Of the own source all destinations are kept; of every source,
+// the rows that this rank computes.
+__global__ void __launch_bounds__(kThreads) PlaceRows(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
+  ControlBlockGpu::PartState& part = State(v);
+  extern __shared__ int32_t shared[];
+  const DomainShape& d = v.shape;
+  const int source = static_cast<int>(blockIdx.y);
+  const int64_t n = a.tokens * d.topk;
+  const int64_t first = blockIdx.x * a.tile;
+  const int count = static_cast<int>(min(a.tile, n - first));
+  if (part.live == 0) {
+    if (source != v.rank) return;
+    for (int i = threadIdx.x; i < count; i += blockDim.x) a.plan.dst_rank[first + i] = a.plan.dst_row[first + i] = -1;
+    return;
+  }
+  int32_t* my_row = shared;                                       // [tile] row on this rank, or -1
+  uint16_t* seen = reinterpret_cast<uint16_t*>(shared + a.tile);  // [warps, E]
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const PlanTables t = a.scratch.tables(a.plan.slot_expert);
+  const uint16_t* ids = v.ids(v.rank, part.epoch & 1, source) + first;
+  const int32_t* before = a.scratch.tile_counts + (static_cast<int64_t>(source) * gridDim.x + blockIdx.x) * d.experts;
+
+  // Warps own consecutive ids, so that ranks among equal ids follow id order.
+  const int per_warp = (count + kWarps - 1) / kWarps;
+  const int begin = min(warp * per_warp, count);
+  const int end = min(begin + per_warp, count);
+  for (int i = threadIdx.x; i < kWarps * d.experts; i += blockDim.x) seen[i] = 0;
+  __syncthreads();
+  uint16_t* mine = seen + warp * d.experts;
+  auto each_round = [&](auto body) {
+    for (int base = begin; base < end; base += 32) {
+      const int i = base + lane;
+      const uint16_t id = i < end ? ids[i] : kUnrouted;
+      const uint32_t peers = __match_any_sync(0xffffffffu, id);
+      body(i, id, peers);
+      __syncwarp();
+    }
+  };
+  each_round([&](int, uint16_t id, uint32_t peers) {
+    if (id != kUnrouted && lane == __ffs(static_cast<int>(peers)) - 1) mine[id] += static_cast<uint16_t>(__popc(peers));
+  });
+  __syncthreads();
+  for (int e = threadIdx.x; e < d.experts; e += blockDim.x) {
+    uint16_t sum = 0;
+    for (int w = 0; w < kWarps; ++w) {
+      const uint16_t here = seen[w * d.experts + e];
+      seen[w * d.experts + e] = sum;
+      sum = static_cast<uint16_t>(sum + here);
+    }
+  }
+  __syncthreads();
+  each_round([&](int i, uint16_t id, uint32_t peers) {
+    Place place{-1, -1};
+    if (id != kUnrouted) {
+      const bool hosted = t.group_row[static_cast<int64_t>(id) * d.ranks + v.rank] >= 0;
+      if (source == v.rank || hosted) {
+        const int32_t rank_in_warp = __popc(peers & ((1u << lane) - 1u));
+        place = Locate(d, t, id, source, before[id] + mine[id] + rank_in_warp);
+      }
+    }
+    __syncwarp();
+    if (id != kUnrouted && lane == __ffs(static_cast<int>(peers)) - 1) mine[id] += static_cast<uint16_t>(__popc(peers));
+    if (i >= end) return;
+    my_row[i] = place.rank == v.rank ? place.row : -1;
+    if (source == v.rank) {
+      a.plan.dst_rank[first + i] = place.rank;
+      a.plan.dst_row[first + i] = place.row;
+    }
+  });
+  __syncthreads();
+  // A token's rows on this rank, in k order: the first is the primary, each names the next.
+  for (int token = threadIdx.x; token * d.topk < count; token += blockDim.x) {
+    int32_t primary = -1;
+    int32_t last = -1;
+    for (int k = 0; k < d.topk; ++k) {
+      const int32_t row = my_row[token * d.topk + k];
+      if (row < 0) continue;
+      a.plan.src[row] = static_cast<int32_t>(source * n + first + token * d.topk + k);
+      if (primary < 0) primary = row;
+      a.plan.primary[row] = primary;
+      if (last >= 0) a.plan.next[last] = row;
+      last = row;
+    }
+  }
+}
+
+}  // namespace
+
+int64_t PlanTile(const DomainShape& d) { return static_cast<int64_t>(kTile / d.topk) * d.topk; }
+
+int64_t PlanTiles(const DomainShape& d, int64_t tokens) { return (tokens * d.topk + PlanTile(d) - 1) / PlanTile(d); }
+
+cudaError_t LaunchPlanPush(const RankViewGpu& v, const PlanArgs& a, int blocks, cudaStream_t stream) {
+  PushIds<<<blocks, kThreads, 0, stream>>>(v, a);
+  return cudaGetLastError();
+}
+
+cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(PlanTiles(v.shape, a.tokens)), static_cast<unsigned>(v.shape.ranks));
+  const size_t histogram = static_cast<size_t>(v.shape.experts) * 4;
+  const size_t place = static_cast<size_t>(a.tile) * 4 + static_cast<size_t>(v.shape.experts) * kWarps * 2;
+  CountTiles<<<grid, kThreads, histogram, stream>>>(v, a);
+  if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+  MakeTables<<<1, kTablesThreads, 0, stream>>>(v, a);
+  if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+  if (place > 48 * 1024) {
+    cudaError_t e =
+        cudaFuncSetAttribute(PlaceRows, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(place));
+    if (e != cudaSuccess) return e;
+  }
+  PlaceRows<<<grid, kThreads, place, stream>>>(v, a);
+  return cudaGetLastError();
+}
+
+}  // namespace moonep
