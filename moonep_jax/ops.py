@@ -32,7 +32,8 @@ def plan(spec: DomainSpec, topk_ids: Any, channel: int = 0) -> Plan:
     n = spec.config.recv_rows(ranks, s)
     shapes = [(s, k), (s, k), (n,), (n,), (n,), (2 * epn,), (2 * epn,), (ranks, epn), (ranks,), (ranks,), (1,)]
     results = [(shape, np.int32) for shape in shapes]
-    arrays = primitives.call("plan", [topk_ids], results, domain=spec.id, channel=channel)
+    captured = spec.config.capture_plan and spec.topology.platform == "gpu"
+    arrays = primitives.call("plan", [topk_ids], results, domain=spec.id, channel=channel, captured=captured)
     return Plan(**dict(zip(PLAN_ARRAYS, arrays, strict=True)), domain=spec.id)
 
 

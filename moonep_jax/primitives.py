@@ -2,7 +2,7 @@
 
 Every kind of call (forward and backward uses are kinds of their own) is a primitive. A lowering takes a new `site` each
 time it runs, so that calls are told apart by what they are and not by when they come. The calls carry no effect: XLA
-may merge, drop, hoist or recompute them, and does so alike on all ranks. May touch: _compat, the native module.
+may merge, drop, hoist or recompute them, and does so alike on all ranks. May touch: _compat, native.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from moonep_jax import _compat, _ffi_cpu
+from moonep_jax import _compat, native
 from moonep_jax.errors import OpError, message
 
 # Kind numbers and targets are those of xla_ffi/cpu/call.h and module.cc.
@@ -29,9 +29,6 @@ _KINDS = {
     "reduce_grad": (6, "moonep_reduce_grad"),
 }
 
-for _target, _capsule in _ffi_cpu.registrations().items():
-    jax.ffi.register_ffi_target(_target, _capsule, platform="cpu")
-
 
 def _abstract(*operands: Any, results: Sequence[tuple[tuple[int, ...], Any]], **_: Any) -> list[Any]:
     return _compat.result_avals(operands[0], results)
@@ -44,11 +41,12 @@ def _lower(
     target: str,
     domain: int,
     channel: int,
+    captured: bool,
     results: Any,
     aliases: tuple[tuple[int, int], ...],
 ) -> Any:
     del results  # the avals of ctx say the same
-    rule = jax.ffi.ffi_lowering(target, operand_output_aliases=dict(aliases))
+    rule = jax.ffi.ffi_lowering(f"{target}_captured" if captured else target, operand_output_aliases=dict(aliases))
     site = np.int64(_compat.new_site(ctx))
     attributes = {"domain": np.int64(domain), "kind": np.int64(kind), "channel": np.int64(channel), "site": site}
     return rule(ctx, *operands, **attributes)
@@ -77,7 +75,8 @@ def _define(name: str) -> Primitive:
     primitive = Primitive(f"moonep_{name}")
     primitive.multiple_results = True
     primitive.def_abstract_eval(_abstract)
-    _compat.register_lowering(primitive, functools.partial(_lower, kind=kind, target=target), "cpu")
+    for platform in native.LOWERING_PLATFORMS.values():
+        _compat.register_lowering(primitive, functools.partial(_lower, kind=kind, target=target), platform)
     _compat.refuse_transforms(primitive, functools.partial(_refuse_vmap, name), functools.partial(_refuse_jvp, name))
     return primitive
 
@@ -92,16 +91,19 @@ def call(
     *,
     domain: int,
     channel: int = 0,
+    captured: bool = False,
     aliases: Sequence[tuple[int, int]] = (),
 ) -> list[jax.Array]:
     """Binds one op. Operands must vary over the same mesh axes; results (shape, dtype) vary over those too.
 
-    `aliases` are (operand, result) pairs that share their buffer.
+    `aliases` are (operand, result) pairs that share their buffer. `captured` picks the target that CUDA graphs may
+    capture although errors then show later; only plan has two.
     """
     return _PRIMITIVES[name].bind(
         *operands,
         domain=domain,
         channel=channel,
+        captured=captured,
         results=tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in results),
         aliases=tuple(aliases),
     )

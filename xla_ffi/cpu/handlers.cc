@@ -8,7 +8,7 @@
 #include "xla_ffi/common/buffers.h"
 #include "xla_ffi/cpu/completer.h"
 #include "xla_ffi/cpu/ops.h"
-#include "xla_ffi/cpu/registry.h"
+#include "xla_ffi/cpu/rank.h"
 
 namespace ffi = xla::ffi;
 
@@ -46,7 +46,7 @@ ffi::Future Submit(int32_t device, ffi::RunId run, int64_t domain, int64_t kind_
   ffi::Promise promise;
   const Kind kind = static_cast<Kind>(kind_number);
   const char* op = moonep::KindName(kind_number);
-  std::shared_ptr<moonep::LocalRank> rank = moonep::Registry::Get().Find(domain, device);
+  std::shared_ptr<moonep::LocalRank> rank = moonep::CpuRegistry::Get().Find(domain, device);
   if (!rank) return Refuse(promise, ffi::ErrorCode::kFailedPrecondition, moonep::NoDomain(op, domain, device));
 
   moonep::CallArgs call_args{kind, {}, {}};

@@ -16,7 +16,7 @@
 #include "xla_ffi/cpu/completer.h"
 #include "xla_ffi/cpu/handlers.h"
 #include "xla_ffi/cpu/plan_rows.h"
-#include "xla_ffi/cpu/registry.h"
+#include "xla_ffi/cpu/rank.h"
 
 namespace nb = nanobind;
 
@@ -60,7 +60,7 @@ void AddRank(int64_t domain, int64_t device, const DomainShape& shape, int32_t r
   const auto ns = [](double s) { return static_cast<int64_t>(s * 1e9); };
   auto local = std::make_shared<moonep::LocalRank>(
       std::move(view), moonep::RankOptions{ns(timeout_s), ns(first_call_timeout_s), delay_us * 1000, delay_seed});
-  if (!moonep::Registry::Get().Add(domain, device, local)) {
+  if (!moonep::CpuRegistry::Get().Add(domain, device, local)) {
     throw std::invalid_argument("setup: device " + std::to_string(device) + " is already a rank of domain " +
                                 std::to_string(domain));
   }
@@ -68,7 +68,7 @@ void AddRank(int64_t domain, int64_t device, const DomainShape& shape, int32_t r
 }
 
 std::optional<std::string> Error(int64_t domain) {
-  for (const auto& rank : moonep::Registry::Get().RanksOf(domain)) {
+  for (const auto& rank : moonep::CpuRegistry::Get().RanksOf(domain)) {
     if (moonep::Failure failure = rank->error()) return failure.text;
   }
   return std::nullopt;
@@ -76,14 +76,14 @@ std::optional<std::string> Error(int64_t domain) {
 
 void Stop(int64_t domain) {
   nb::gil_scoped_release release;
-  const auto ranks = moonep::Registry::Get().RanksOf(domain);
-  moonep::Registry::Get().Remove(domain);
+  const auto ranks = moonep::CpuRegistry::Get().RanksOf(domain);
+  moonep::CpuRegistry::Get().Remove(domain);
   for (const auto& rank : ranks) rank->Stop();
 }
 
 uint64_t Executed(int64_t domain) {
   uint64_t executed = 0;
-  for (const auto& rank : moonep::Registry::Get().RanksOf(domain)) executed += rank->executed();
+  for (const auto& rank : moonep::CpuRegistry::Get().RanksOf(domain)) executed += rank->executed();
   return executed;
 }
 

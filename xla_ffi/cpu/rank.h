@@ -19,6 +19,7 @@
 #include <tuple>
 #include <vector>
 
+#include "xla_ffi/common/registry.h"
 #include "xla_ffi/cpu/call.h"
 #include "xla_ffi/cpu/leader.h"
 
@@ -106,5 +107,8 @@ class LocalRank {
   int64_t rounds_ = 0;
   std::unique_ptr<Leader> leader_duty_;  // on rank 0
 };
+
+// By device id: what XLA:CPU gives a handler as its ordinal.
+using CpuRegistry = Registry<LocalRank>;
 
 }  // namespace moonep

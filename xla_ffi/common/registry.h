@@ -1,4 +1,4 @@
-// Which local device is which rank of which domain: (domain id, device id) -> LocalRank. One per process.
+// Which local device is which rank of which domain: (domain id, device number) -> rank. One per backend and process.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,9 @@
 #include <utility>
 #include <vector>
 
-#include "xla_ffi/cpu/rank.h"
-
 namespace moonep {
 
+template <class Rank>
 class Registry {
  public:
   // Never destroyed: handlers may still be asked for a domain when the process exits.
@@ -21,21 +20,21 @@ class Registry {
   }
 
   // False if the device is already a rank of this domain.
-  bool Add(int64_t domain, int64_t device, std::shared_ptr<LocalRank> rank) {
+  bool Add(int64_t domain, int64_t device, std::shared_ptr<Rank> rank) {
     std::lock_guard<std::mutex> lock(mutex_);
     return ranks_.emplace(std::make_pair(domain, device), std::move(rank)).second;
   }
 
   // Null if this process has not set up the domain, or has closed it.
-  std::shared_ptr<LocalRank> Find(int64_t domain, int64_t device) {
+  std::shared_ptr<Rank> Find(int64_t domain, int64_t device) {
     std::lock_guard<std::mutex> lock(mutex_);
     auto it = ranks_.find({domain, device});
     return it == ranks_.end() ? nullptr : it->second;
   }
 
-  std::vector<std::shared_ptr<LocalRank>> RanksOf(int64_t domain) {
+  std::vector<std::shared_ptr<Rank>> RanksOf(int64_t domain) {
     std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<std::shared_ptr<LocalRank>> found;
+    std::vector<std::shared_ptr<Rank>> found;
     for (const auto& [key, rank] : ranks_) {
       if (key.first == domain) found.push_back(rank);
     }
@@ -51,7 +50,7 @@ class Registry {
 
  private:
   std::mutex mutex_;
-  std::map<std::pair<int64_t, int64_t>, std::shared_ptr<LocalRank>> ranks_;
+  std::map<std::pair<int64_t, int64_t>, std::shared_ptr<Rank>> ranks_;
 };
 
 }  // namespace moonep

@@ -1,0 +1,308 @@
+#include "xla_ffi/cuda/gpu_rank.h"
+
+#include <atomic>
+#include <cstring>
+#include <sstream>
+#include <utility>
+
+namespace moonep {
+namespace {
+
+// Kernels are launched on the rank's device whatever the thread's current one is, and leave that as it was.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device) {
+    cudaGetDevice(&before_);
+    if (before_ != device) cudaSetDevice(device);
+    changed_ = before_ != device;
+  }
+  ~DeviceGuard() {
+    if (changed_) cudaSetDevice(before_);
+  }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+std::string CudaError(const char* what, cudaError_t e) {
+  return std::string(what) + ": CUDA call failed; got " + cudaGetErrorName(e) + " (" + cudaGetErrorString(e) +
+         "), expected success; see the first error of the process";
+}
+
+}  // namespace
+
+uint32_t SiteHash(int64_t kind, int64_t channel, int64_t site) {
+  uint64_t h = 14695981039346656037ull;
+  for (uint64_t v : {static_cast<uint64_t>(kind), static_cast<uint64_t>(channel), static_cast<uint64_t>(site)}) {
+    h = (h ^ v) * 1099511628211ull;
+    h ^= h >> 29;
+  }
+  return static_cast<uint32_t>(h ^ (h >> 32));
+}
+
+GpuRank::GpuRank(const DomainShape& shape, int32_t rank, const std::vector<std::byte*>& chunks,
+                 const GpuRankOptions& options, std::vector<std::string> labels, std::string group, std::string* wrong)
+    : options_(options), labels_(std::move(labels)), group_(std::move(group)) {
+  view_.shape = shape;
+  view_.layout = ChunkLayoutGpu::Of(shape);
+  view_.rank = rank;
+  for (size_t r = 0; r < chunks.size() && r < kMaxRanks; ++r) view_.chunk[r] = chunks[r];
+  DeviceGuard guard(options_.device);
+  *wrong = Allocate();
+}
+
+GpuRank::~GpuRank() {
+  DeviceGuard guard(options_.device);
+  cudaFree(scratch_memory_);
+  cudaFreeHost(record_);
+}
+
+std::string GpuRank::Allocate() {
+  const DomainShape& d = view_.shape;
+  cudaDeviceProp properties{};
+  if (cudaError_t e = cudaGetDeviceProperties(&properties, options_.device); e != cudaSuccess) {
+    return CudaError("setup", e);
+  }
+  const int sms = properties.multiProcessorCount;
+  if (options_.link_blocks <= 0 || options_.link_blocks > sms) options_.link_blocks = sms;
+  if (options_.local_blocks <= 0 || options_.local_blocks > 2 * sms) options_.local_blocks = 2 * sms;
+
+  const size_t experts = static_cast<size_t>(d.experts);
+  const size_t ranks = static_cast<size_t>(d.ranks);
+  const size_t cells = experts * ranks;
+  const size_t tiles = static_cast<size_t>(PlanTiles(d, d.tokens));
+  const size_t ints = ranks * tiles * experts + ranks + cells * 5 + experts + ranks;
+  const size_t bytes = (ints * 4 + 8) + ranks * 16;
+  if (cudaError_t e = cudaMalloc(&scratch_memory_, bytes); e != cudaSuccess) return CudaError("setup", e);
+  if (cudaError_t e = cudaMemset(scratch_memory_, 0, bytes); e != cudaSuccess) return CudaError("setup", e);
+  auto* at = static_cast<std::byte*>(scratch_memory_);
+  auto take = [&at](size_t count, size_t item) {
+    std::byte* p = at;
+    at += count * item;
+    return p;
+  };
+  scratch_.planner.balance = reinterpret_cast<int64_t*>(take(ranks, 8));
+  scratch_.planner.quota = reinterpret_cast<int64_t*>(take(ranks, 8));
+  scratch_.planner.giver = reinterpret_cast<int32_t*>(take(ranks, 4));
+  scratch_.tiles_done = reinterpret_cast<int32_t*>(take(ranks, 4));
+  scratch_.totals = reinterpret_cast<int32_t*>(take(experts, 4));
+  for (int32_t** table :
+       {&scratch_.count, &scratch_.alloc, &scratch_.src_prefix, &scratch_.dst_prefix, &scratch_.group_row}) {
+    *table = reinterpret_cast<int32_t*>(take(cells, 4));
+  }
+  scratch_.tile_counts = reinterpret_cast<int32_t*>(take(ranks * tiles * experts, 4));
+
+  if (cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(ErrorRecord), cudaHostAllocMapped);
+      e != cudaSuccess) {
+    return CudaError("setup", e);
+  }
+  std::memset(static_cast<void*>(record_), 0, sizeof(ErrorRecord));
+  if (cudaError_t e = cudaHostGetDevicePointer(reinterpret_cast<void**>(&view_.host_record), record_, 0);
+      e != cudaSuccess) {
+    return CudaError("setup", e);
+  }
+  const uint64_t limits[2] = {options_.limit_ns, options_.first_limit_ns};
+  ControlBlockGpu* own = reinterpret_cast<ControlBlockGpu*>(view_.chunk[view_.rank]);
+  if (cudaError_t e = cudaMemcpy(&own->limit_ns, limits, sizeof(limits), cudaMemcpyHostToDevice); e != cudaSuccess) {
+    return CudaError("setup", e);
+  }
+  return "";
+}
+
+std::string GpuRank::Enqueue(const CallArgs& call, int64_t channel, int64_t site, cudaStream_t stream) {
+  if (std::string first = error(); !first.empty()) return first;
+  if (std::string wrong = CheckOperands(view_.shape, call); !wrong.empty()) return wrong;
+  if (call.rets.size() > kMaxLeaves && call.args.size() == call.rets.size() + 2) {
+    return std::string(KindName(static_cast<int64_t>(call.kind))) + ": too many leaves; got " +
+           std::to_string(call.rets.size()) + ", expected at most " + std::to_string(kMaxLeaves) +
+           "; stack some of them or call prefetch twice";
+  }
+  DeviceGuard guard(options_.device);
+  const uint32_t hash = SiteHash(static_cast<int64_t>(call.kind), channel, site);
+  const int64_t rounds = Rounds(call);
+  for (int64_t round = 0; round < rounds; ++round) {
+    for (int phase = 0; phase < kPhases; ++phase) {
+      if (cudaError_t e = Launch(call, hash, round, static_cast<Phase>(phase), stream); e != cudaSuccess) {
+        return CudaError(KindName(static_cast<int64_t>(call.kind)), e);
+      }
+    }
+  }
+  return "";
+}
+
+int64_t GpuRank::Rounds(const CallArgs& call) const {
+  return call.kind == Kind::kPrefetch || call.kind == Kind::kReduceGrad ? WeightRounds(Weights(call, 0)) : 1;
+}
+
+cudaError_t GpuRank::Launch(const CallArgs& call, uint32_t site_hash, int64_t round, Phase phase, cudaStream_t stream) {
+  const int at = call.ticket_at();
+  const CallId id{static_cast<int32_t>(call.kind), site_hash,
+                  at < 0 ? nullptr : call.args[static_cast<size_t>(at)].i32()};
+  switch (call.kind) {
+    case Kind::kPlan:
+      return LaunchPlan(call, id, phase, stream);
+    case Kind::kDispatch:
+    case Kind::kCombineGrad:
+      return LaunchDispatch(call, id, phase, stream);
+    case Kind::kCombine:
+    case Kind::kDispatchGrad:
+      return LaunchCombine(call, id, phase, stream);
+    case Kind::kPrefetch:
+    case Kind::kReduceGrad:
+      return LaunchWeights(call, id, round, phase, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t GpuRank::LaunchPlan(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream) {
+  const auto& r = call.rets;
+  const int64_t s = call.tokens();
+  const PlanArgs a{s,
+                   call.args[0].i32(),
+                   {r[0].i32(), r[1].i32(), r[2].i32(), r[3].i32(), r[4].i32(), r[5].i32(), r[6].i32(), r[7].i32(),
+                    r[8].i32(), r[9].i32(), r[10].i32()},
+                   scratch_,
+                   view_.shape.recv_rows(s),
+                   PlanTile(view_.shape)};
+  switch (phase) {
+    case Phase::kBegin:
+      return LaunchBegin(view_, Part::kIds, id, false, stream);
+    case Phase::kSend:
+      return LaunchPlanPush(view_, a, static_cast<int>(PlanTiles(view_.shape, s)), stream);
+    case Phase::kWait:
+      return LaunchWait(view_, Part::kIds, stream);
+    case Phase::kLocal:
+      return LaunchPlanPlace(view_, a, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t GpuRank::LaunchDispatch(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream) {
+  const auto& in = call.args;
+  const bool weighted = call.kind == Kind::kDispatch;
+  const DispatchArgs a{
+      call.tokens(),       in[0].i32(), in[1].i32(), in[6].raw(),        weighted ? in[7].f32() : nullptr,
+      in[2].i32(),         in[3].i32(), in[4].i32(), call.rets[0].raw(), weighted ? call.rets[1].f32() : nullptr,
+      call.rets[0].dims[0]};
+  switch (phase) {
+    case Phase::kBegin:
+      return LaunchBegin(view_, Part::kRows, id, true, stream);
+    case Phase::kSend:
+      return LaunchDispatchSend(view_, a, options_.link_blocks, stream);
+    case Phase::kWait:
+      return LaunchWait(view_, Part::kRows, stream);
+    case Phase::kLocal:
+      return LaunchDispatchExpand(view_, a, options_.local_blocks, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+cudaError_t GpuRank::LaunchCombine(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream) {
+  const auto& in = call.args;
+  const CombineArgs a{call.tokens(),
+                      in[0].i32(),
+                      in[1].i32(),
+                      in[2].i32(),
+                      in[3].i32(),
+                      in[5].raw(),
+                      in[6].f32(),
+                      call.rets[0].raw(),
+                      call.kind == Kind::kDispatchGrad ? call.rets[1].f32() : nullptr,
+                      in[5].dims[0],
+                      static_cast<RowType>(in[5].type)};
+  switch (phase) {
+    case Phase::kBegin:
+      return LaunchBegin(view_, Part::kReturns, id, true, stream);
+    case Phase::kSend:
+      return LaunchCombineSend(view_, a, options_.link_blocks, stream);
+    case Phase::kWait:
+      return LaunchWait(view_, Part::kReturns, stream);
+    case Phase::kLocal:
+      return LaunchCombineReduce(view_, a, options_.local_blocks, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+WeightArgs GpuRank::Weights(const CallArgs& call, int64_t round) const {
+  WeightArgs a{};
+  a.slot_expert = call.args[0].i32();
+  a.window = view_.shape.stage_bytes / view_.shape.epn() / 64 * 64;
+  a.round = round;
+  a.leaves = static_cast<int32_t>(call.rets.size());
+  int64_t start = 0;
+  for (size_t i = 0; i < call.rets.size(); ++i) {
+    const Array& in = call.args[i + 2];
+    const Array& out = call.rets[i];
+    const int64_t bytes = out.bytes() / out.dims[0];
+    a.leaf[i] = {in.raw(),
+                 out.raw(),
+                 bytes,
+                 start,
+                 static_cast<int32_t>(in.dims[0]),
+                 static_cast<int32_t>(out.dims[0]),
+                 static_cast<int32_t>(out.type)};
+    start += AlignUp(bytes, 64);
+  }
+  return a;
+}
+
+cudaError_t GpuRank::LaunchWeights(const CallArgs& call, const CallId& id, int64_t round, Phase phase,
+                                   cudaStream_t stream) {
+  const WeightArgs a = Weights(call, round);
+  const bool push = call.kind == Kind::kPrefetch;
+  switch (phase) {
+    case Phase::kBegin:
+      return LaunchBegin(view_, Part::kSlots, id, true, stream);
+    case Phase::kSend:
+      return push ? LaunchPrefetchSend(view_, a, options_.link_blocks, stream)
+                  : LaunchReduceStage(view_, a, options_.local_blocks, stream);
+    case Phase::kWait:
+      return LaunchWait(view_, Part::kSlots, stream);
+    case Phase::kLocal:
+      return push ? LaunchPrefetchExpand(view_, a, options_.local_blocks, stream)
+                  : LaunchReducePull(view_, a, options_.link_blocks, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+std::string GpuRank::error() const {
+  if (record_ == nullptr) return "";
+  const uint32_t code = reinterpret_cast<const volatile ErrorRecord*>(record_)->code;
+  if (code == ErrorRecord::kNone) return "";
+  std::atomic_thread_fence(std::memory_order_acquire);
+  const ErrorRecord r = *record_;
+  std::ostringstream missing, culprits;
+  for (int i = 0; i < view_.shape.ranks; ++i) {
+    if ((r.missing[i / 64] >> (i % 64) & 1) == 0) continue;
+    missing << (missing.tellp() > 0 ? ", " : "") << i;
+    culprits << (culprits.tellp() > 0 ? ", " : "") << labels_[static_cast<size_t>(i)];
+  }
+  std::ostringstream out;
+  out << KindName(r.kind) << ": ";
+  const std::string seen_by = r.rank >= 0 && r.rank < view_.shape.ranks ? labels_[static_cast<size_t>(r.rank)] : "?";
+  switch (code) {
+    case ErrorRecord::kTimeout:
+      out << "missing ranks [" << missing.str() << "] after " << static_cast<double>(r.waited_ns) * 1e-9
+          << " s; expected all " << view_.shape.ranks << " of " << group_ << "; " << culprits.str()
+          << " did not make the call - it may have died, be stuck, or have taken another branch; if it is only slow, "
+             "raise "
+             "timeout_s or first_call_timeout_s";
+      break;
+    case ErrorRecord::kMismatch:
+      out << "ranks made different calls at the same time; got another op, place or plan from ranks [" << missing.str()
+          << "] of " << group_ << ", expected the same program order on all ranks; " << culprits.str()
+          << " differ: run the same compiled program on every rank";
+      break;
+    case ErrorRecord::kBusy:
+      out << "two calls of one kind are in flight on one device; got a second one before the first was done, expected "
+             "one after the other; order them by data, or turn concurrent command buffers off";
+      break;
+    default:
+      out << "failed with code " << code;
+  }
+  out << " (ticket " << r.ticket << ", seen by " << seen_by << ")";
+  return out.str();
+}
+
+}  // namespace moonep

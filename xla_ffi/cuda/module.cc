@@ -1,0 +1,168 @@
+// The Python module of the CUDA backend: FFI registrations, domains, and ranks that are launched by hand (loop-back).
+#include <cuda_runtime.h>
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <tuple>
+#include <utility>
+
+#include "xla_ffi/cuda/handlers.h"
+#include "xla_ffi/cuda/registry.h"
+
+namespace nb = nanobind;
+
+namespace {
+
+using moonep::ChunkLayoutGpu;
+using moonep::DomainShape;
+using moonep::GpuRank;
+
+std::unique_ptr<GpuRank> MakeRank(const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks,
+                                  std::vector<std::string> labels, std::string group, double timeout_s,
+                                  double first_call_timeout_s, int device, int link_blocks, int local_blocks) {
+  if (static_cast<int32_t>(chunks.size()) != shape.ranks || labels.size() != chunks.size()) {
+    throw std::invalid_argument("setup: one chunk and one label per rank; got " + std::to_string(chunks.size()) +
+                                " and " + std::to_string(labels.size()) + ", expected " + std::to_string(shape.ranks));
+  }
+  std::vector<std::byte*> pointers;
+  for (uintptr_t chunk : chunks) pointers.push_back(reinterpret_cast<std::byte*>(chunk));
+  const auto ns = [](double s) { return static_cast<uint64_t>(s * 1e9); };
+  std::string wrong;
+  auto made = std::make_unique<GpuRank>(
+      shape, rank, pointers,
+      moonep::GpuRankOptions{device, link_blocks, local_blocks, ns(timeout_s), ns(first_call_timeout_s)},
+      std::move(labels), std::move(group), &wrong);
+  if (!wrong.empty()) throw std::runtime_error(wrong);
+  return made;
+}
+
+// A call by raw device pointers: (pointer, dims, item bytes, element type) per buffer.
+using Buffer = std::tuple<uintptr_t, std::vector<int64_t>, int64_t, int32_t>;
+
+moonep::CallArgs MakeCall(int64_t kind, const std::vector<Buffer>& args, const std::vector<Buffer>& rets) {
+  moonep::CallArgs call{static_cast<moonep::Kind>(kind), {}, {}};
+  const auto array = [](const Buffer& b) {
+    return moonep::Array{reinterpret_cast<void*>(std::get<0>(b)), std::get<1>(b), std::get<2>(b),
+                         static_cast<moonep::ElementType>(std::get<3>(b))};
+  };
+  for (const Buffer& b : args) call.args.push_back(array(b));
+  for (const Buffer& b : rets) call.rets.push_back(array(b));
+  return call;
+}
+
+nb::capsule Capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+}  // namespace
+
+NB_MODULE(_ffi_cuda, m) {
+  m.def("registrations", [] {
+    nb::dict d;
+    d["moonep_plan"] = Capsule(MoonepPlanCuda);
+    for (const char* name :
+         {"moonep_plan_captured", "moonep_dispatch", "moonep_combine", "moonep_prefetch", "moonep_reduce_grad"}) {
+      d[name] = Capsule(MoonepCapturedCuda);
+    }
+    return d;
+  });
+
+  nb::class_<DomainShape>(m, "DomainShape")
+      .def(
+          "__init__",
+          [](DomainShape* self, int32_t ranks, int32_t experts, int32_t topk, int32_t tokens, int32_t padding,
+             bool home, bool exact, int32_t hidden, int32_t row_bytes, int64_t stage_bytes) {
+            new (self) DomainShape{ranks, experts, topk, tokens, padding, home, exact, hidden, row_bytes, stage_bytes};
+          },
+          nb::kw_only(), nb::arg("ranks"), nb::arg("experts"), nb::arg("topk"), nb::arg("tokens"), nb::arg("padding"),
+          nb::arg("home") = false, nb::arg("exact") = false, nb::arg("hidden") = 1, nb::arg("row_bytes") = 4,
+          nb::arg("stage_bytes") = 0)
+      .def("recv_rows", &DomainShape::recv_rows)
+      .def("chunk_bytes", [](const DomainShape& shape) {
+        const ChunkLayoutGpu l = ChunkLayoutGpu::Of(shape);
+        nb::dict d;
+        d["control"] = l.ids;
+        d["metadata"] = l.rows - l.ids + l.returns - l.weights + l.slots - l.return_weights;
+        d["rows"] = l.weights - l.rows;
+        d["returns"] = l.return_weights - l.returns;
+        d["slots"] = l.bytes - l.slots;
+        d["total"] = l.bytes;
+        return d;
+      });
+
+  m.def(
+      "add_rank",
+      [](int64_t domain, int64_t device, const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks,
+         std::vector<std::string> labels, std::string group, double timeout_s, double first_call_timeout_s,
+         int link_blocks, int local_blocks) {
+        std::shared_ptr<GpuRank> made =
+            MakeRank(shape, rank, chunks, std::move(labels), std::move(group), timeout_s, first_call_timeout_s,
+                     static_cast<int>(device), link_blocks, local_blocks);
+        if (!moonep::GpuRegistry::Get().Add(domain, device, std::move(made))) {
+          throw std::invalid_argument("setup: device " + std::to_string(device) + " is already a rank of domain " +
+                                      std::to_string(domain));
+        }
+      },
+      nb::kw_only(), nb::arg("domain"), nb::arg("device"), nb::arg("shape"), nb::arg("rank"), nb::arg("chunks"),
+      nb::arg("labels"), nb::arg("group"), nb::arg("timeout_s"), nb::arg("first_call_timeout_s"),
+      nb::arg("link_blocks"), nb::arg("local_blocks"));
+  m.def("error", [](int64_t domain) -> std::optional<std::string> {
+    for (const auto& rank : moonep::GpuRegistry::Get().RanksOf(domain)) {
+      if (std::string text = rank->error(); !text.empty()) return text;
+    }
+    return std::nullopt;
+  });
+  m.def("stop", [](int64_t domain) {
+    nb::gil_scoped_release release;
+    const auto ranks = moonep::GpuRegistry::Get().RanksOf(domain);
+    moonep::GpuRegistry::Get().Remove(domain);
+    int before = 0;
+    cudaGetDevice(&before);
+    for (const auto& rank : ranks) {  // kernels in flight must be done before their memory goes
+      cudaSetDevice(rank->device());
+      cudaDeviceSynchronize();
+    }
+    cudaSetDevice(before);
+  });
+
+  // Ranks without XLA, several of them on one device: launched phase by phase, breadth-first.
+  nb::class_<GpuRank>(m, "LoopbackRank")
+      .def("__init__",
+           [](GpuRank* self, const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks,
+              double timeout_s, int device, int link_blocks, int local_blocks) {
+             std::vector<std::string> labels;
+             std::vector<std::byte*> pointers;
+             for (size_t r = 0; r < chunks.size(); ++r) {
+               labels.push_back("rank " + std::to_string(r));
+               pointers.push_back(reinterpret_cast<std::byte*>(chunks[r]));
+             }
+             const uint64_t ns = static_cast<uint64_t>(timeout_s * 1e9);
+             std::string wrong;
+             new (self)
+                 GpuRank(shape, rank, pointers, moonep::GpuRankOptions{device, link_blocks, local_blocks, ns, ns},
+                         std::move(labels), "the loop-back group", &wrong);
+             if (!wrong.empty()) throw std::runtime_error(wrong);
+           })
+      .def("check",
+           [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args, const std::vector<Buffer>& rets) {
+             return moonep::CheckOperands(self.shape(), MakeCall(kind, args, rets));
+           })
+      .def("rounds", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
+                        const std::vector<Buffer>& rets) { return self.Rounds(MakeCall(kind, args, rets)); })
+      .def("launch",
+           [](GpuRank& self, int64_t kind, const std::vector<Buffer>& args, const std::vector<Buffer>& rets,
+              int64_t site, int64_t round, int phase, uintptr_t stream) {
+             const moonep::CallArgs call = MakeCall(kind, args, rets);
+             const cudaError_t e =
+                 self.Launch(call, moonep::SiteHash(kind, 0, site), round, static_cast<moonep::Phase>(phase),
+                             reinterpret_cast<cudaStream_t>(stream));
+             if (e != cudaSuccess) throw std::runtime_error(cudaGetErrorString(e));
+           })
+      .def("error", &GpuRank::error);
+}
