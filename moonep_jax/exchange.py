@@ -341,7 +341,7 @@ class Exchange:
     def finish(self) -> None:
         """Deletes the exchange's keys once all participants are done with them. To be called after failures, too."""
         # Best effort: if somebody is gone, the keys have no reader left; if the store is gone, so are the keys.
-        limit = min(_GRACE_S, self.timeout_s) if self._failed else self.timeout_s
+        limit = min(_GRACE_S, self.timeout_s) if self._failed or self._left else self.timeout_s
         with contextlib.suppress(TimeoutError, MoonEPError):
             self._store.barrier(f"{self.namespace}/finish", self.participants, limit)
         with contextlib.suppress(MoonEPError):

@@ -32,59 +32,62 @@ MOONEP_HD inline int32_t LocalRows(const DomainShape& d, const PlanTables& t, in
   return have < room ? have : room;
 }
 
+// src_prefix and dst_prefix of one expert.
 template <class Team>
-MOONEP_HD void BuildPrefixes(const Team& team, const DomainShape& d, const PlanTables& t) {
-  for (int e = team.rank(); e < d.experts; e += team.size()) {
-    int32_t sources = 0;
-    int32_t places = 0;
-    for (int r = 0; r < d.ranks; ++r) {
-      const int64_t re = static_cast<int64_t>(r) * d.experts + e;
-      const int64_t er = static_cast<int64_t>(e) * d.ranks + r;
-      const int32_t local = LocalRows(d, t, e, r);
-      t.src_prefix[re] = sources;
-      t.dst_prefix[er] = places;
-      sources += t.count[re] - local;
-      places += t.alloc[er] - local;
-    }
-  }
+MOONEP_HD void BuildPrefixes(const Team& team, const DomainShape& d, const PlanTables& t, int32_t expert) {
+  auto source = [&](int r) { return static_cast<int64_t>(r) * d.experts + expert; };
+  auto place = [&](int r) { return static_cast<int64_t>(expert) * d.ranks + r; };
+  // Both sums in one scan: each is below 2^31.
+  team.scan(
+      d.ranks,
+      [&](int r) {
+        const int64_t local = LocalRows(d, t, expert, r);
+        return (t.count[source(r)] - local) << 32 | (t.alloc[place(r)] - local);
+      },
+      [&](int r, int64_t before) {
+        t.src_prefix[source(r)] = static_cast<int32_t>(before >> 32);
+        t.dst_prefix[place(r)] = static_cast<int32_t>(before & 0xffffffff);
+      });
 }
 
-// Lays out the groups of every rank: own experts, then slots with the foreign experts in ascending id; each group
-// starts at the padded end of the one before. Fills group_row, slot_expert, and for rank `me` group_sizes (padded) and
-// group_rows [2*epn].
+// The groups of one rank: own experts, then slots with the foreign experts in ascending id; each group starts at the
+// padded end of the one before. Fills group_row and slot_expert of the rank; and, unless null, group_sizes (padded) and
+// group_rows [2*epn]. Returns the rank's rows.
 template <class Team>
-MOONEP_HD void BuildGroups(const Team& team, const DomainShape& d, const PlanTables& t, int32_t me,
-                           int32_t* group_sizes, int32_t* group_rows) {
+MOONEP_HD int32_t BuildGroups(const Team& team, const DomainShape& d, const PlanTables& t, int32_t rank,
+                              int32_t* group_sizes, int32_t* group_rows) {
   const int32_t epn = d.epn();
-  for (int r = team.rank(); r < d.ranks; r += team.size()) {
-    int64_t row = 0;
-    auto add_group = [&](int32_t group, int32_t expert) {
-      const int64_t er = static_cast<int64_t>(expert) * d.ranks + r;
-      const int32_t rows = t.alloc[er];
-      const int64_t padded = AlignUp(rows, d.padding);
-      t.group_row[er] = rows > 0 ? static_cast<int32_t>(row) : -1;
-      if (r == me) {
-        group_sizes[group] = static_cast<int32_t>(padded);
-        group_rows[group] = rows;
-      }
-      row += padded;
-    };
-    for (int i = 0; i < epn; ++i) add_group(i, r * epn + i);
-    int32_t slot = 0;
-    for (int e = 0; e < d.experts; ++e) {
-      if (d.home_of(e) == r) continue;
-      if (t.alloc[static_cast<int64_t>(e) * d.ranks + r] == 0) {
-        t.group_row[static_cast<int64_t>(e) * d.ranks + r] = -1;
-      } else {
-        t.slot_expert[static_cast<int64_t>(r) * epn + slot] = e;
-        add_group(epn + slot++, e);
-      }
-    }
-    for (; slot < epn; ++slot) {
-      t.slot_expert[static_cast<int64_t>(r) * epn + slot] = -1;
-      if (r == me) group_sizes[epn + slot] = group_rows[epn + slot] = 0;
-    }
+  const int32_t first = rank * epn;
+  int32_t* slots = t.slot_expert + static_cast<int64_t>(rank) * epn;
+  auto cell = [&](int e) { return static_cast<int64_t>(e) * d.ranks + rank; };
+  auto padded = [&](int e) { return AlignUp(t.alloc[cell(e)], d.padding); };
+  auto set = [&](int32_t group, int e, int64_t row) {
+    t.group_row[cell(e)] = t.alloc[cell(e)] > 0 ? static_cast<int32_t>(row) : -1;
+    if (group_sizes == nullptr) return;
+    group_sizes[group] = static_cast<int32_t>(padded(e));
+    group_rows[group] = t.alloc[cell(e)];
+  };
+  const int64_t own =
+      team.scan(epn, [&](int i) { return padded(first + i); }, [&](int i, int64_t row) { set(i, first + i, row); });
+  // Slots and rows in one scan: slots above bit 40, rows below.
+  auto foreign = [&](int e) { return d.home_of(e) != rank && t.alloc[cell(e)] > 0; };
+  const int64_t all = team.scan(
+      d.experts, [&](int e) { return foreign(e) ? (int64_t{1} << 40) + padded(e) : int64_t{0}; },
+      [&](int e, int64_t before) {
+        if (d.home_of(e) == rank) return;
+        if (!foreign(e)) {
+          t.group_row[cell(e)] = -1;
+          return;
+        }
+        const int32_t slot = static_cast<int32_t>(before >> 40);
+        slots[slot] = e;
+        set(epn + slot, e, own + (before & ((int64_t{1} << 40) - 1)));
+      });
+  for (int32_t slot = static_cast<int32_t>(all >> 40) + team.rank(); slot < epn; slot += team.size()) {
+    slots[slot] = -1;
+    if (group_sizes != nullptr) group_sizes[epn + slot] = group_rows[epn + slot] = 0;
   }
+  return team.sum(d.experts, [&](int e) { return t.alloc[cell(e)]; });
 }
 
 // Place of the i-th row (token-then-k order) that rank `source` routes to `expert`.

@@ -1,7 +1,8 @@
-// How many rows of each expert each rank computes: alloc[E, R] from the experts' totals.
+// How many rows of each expert each rank computes, as moves away from home.
 //
 // At first all rows are at home. The lean plan moves surplus only; if it would give some rank more foreign experts than
-// it has slots, the cascade plan, where each receiver is filled by one home, is taken instead.
+// it has slots, the cascade plan, where each receiver is filled by one home, is taken instead. No pair (expert,
+// receiver) moves twice: after a move the giver or the receiver is done, or the expert has no rows left at home.
 #pragma once
 
 #include <cstdint>
@@ -11,90 +12,82 @@
 
 namespace moonep {
 
-// Scratch of Allocate, each [ranks].
-struct PlannerScratch {
-  int64_t* balance;
-  int64_t* quota;
-  int32_t* giver;
+struct Move {
+  int32_t expert;
+  int32_t to;
+  int32_t rows;
 };
 
+// Memory of the planner, small enough for a block's shared memory.
+struct PlannerState {
+  int32_t* at_home;  // [E] rows that their home keeps
+  int32_t* balance;  // [R] rows at home minus capacity
+  int32_t* quota;    // [R] cascade: rows that the receiver still gets ...
+  int32_t* giver;    // [R] ... from this home
+  int32_t* foreign;  // [R] foreign experts of the rank
+  Move* moves;       // [E + R]
+};
+
+struct PlannerResult {
+  int32_t moves;
+  bool cascade;
+};
+
+MOONEP_HD constexpr int32_t MaxMoves(const DomainShape& d) { return d.experts + d.ranks; }
+
 // Rows that rank r must compute of a total.
-MOONEP_HD inline int64_t Capacity(int64_t total, int32_t ranks, int32_t r) {
+MOONEP_HD inline int32_t Capacity(int32_t total, int32_t ranks, int32_t r) {
   return total / ranks + (r < total % ranks ? 1 : 0);
 }
 
 template <class Team>
-MOONEP_HD void AllocateHome(const Team& team, const DomainShape& d, const int32_t* totals, int32_t* alloc,
-                            int64_t* balance) {
-  const int64_t total = team.sum(d.experts, [&](int e) { return static_cast<int64_t>(totals[e]); });
-  for (int64_t i = team.rank(); i < static_cast<int64_t>(d.experts) * d.ranks; i += team.size()) {
-    const int32_t expert = static_cast<int32_t>(i / d.ranks);
-    alloc[i] = i % d.ranks == d.home_of(expert) ? totals[expert] : 0;
-  }
+MOONEP_HD void StartAtHome(const Team& team, const DomainShape& d, const int32_t* totals, PlannerState s) {
+  const int32_t total = team.sum(d.experts, [&](int e) { return totals[e]; });
+  for (int e = team.rank(); e < d.experts; e += team.size()) s.at_home[e] = totals[e];
   for (int r = team.rank(); r < d.ranks; r += team.size()) {
-    int64_t rows = 0;
+    int32_t rows = 0;
     for (int i = 0; i < d.epn(); ++i) rows += totals[r * d.epn() + i];
-    balance[r] = rows - Capacity(total, d.ranks, r);
-  }
-  team.sync();
-}
-
-// The expert of home h with most rows still at home.
-template <class Team>
-MOONEP_HD int32_t HottestAtHome(const Team& team, const DomainShape& d, const int32_t* alloc, int32_t h) {
-  const int32_t first = h * d.epn();
-  return first + team.argmax(d.epn(), [&](int i) { return alloc[static_cast<int64_t>(first + i) * d.ranks + h]; });
-}
-
-template <class Team>
-MOONEP_HD int64_t MoveRows(const Team& team, const DomainShape& d, int32_t* alloc, int32_t expert, int32_t from,
-                           int32_t to, int64_t most) {
-  int32_t* row = alloc + static_cast<int64_t>(expert) * d.ranks;
-  const int64_t m = most < row[from] ? most : row[from];
-  team.sync();
-  team.single([&] {
-    row[from] -= static_cast<int32_t>(m);
-    row[to] += static_cast<int32_t>(m);
-  });
-  team.sync();
-  return m;
-}
-
-template <class Team>
-MOONEP_HD void AllocateLean(const Team& team, const DomainShape& d, int32_t* alloc, int64_t* balance) {
-  for (;;) {
-    const int h = team.argmax(d.ranks, [&](int r) { return balance[r]; });
-    if (balance[h] <= 0) return;
-    const int u = team.argmax(d.ranks, [&](int r) { return -balance[r]; });
-    const int64_t want = balance[h] < -balance[u] ? balance[h] : -balance[u];
-    const int64_t m = MoveRows(team, d, alloc, HottestAtHome(team, d, alloc, h), h, u, want);
-    team.single([&] {
-      balance[h] -= m;
-      balance[u] += m;
-    });
-    team.sync();
-  }
-}
-
-template <class Team>
-MOONEP_HD bool FitsInSlots(const Team& team, const DomainShape& d, const int32_t* alloc) {
-  const int64_t too_full = team.sum(d.ranks, [&](int r) {
-    int foreign = 0;
-    for (int e = 0; e < d.experts; ++e) {
-      foreign += d.home_of(e) != r && alloc[static_cast<int64_t>(e) * d.ranks + r] > 0;
-    }
-    return static_cast<int64_t>(foreign > d.epn());
-  });
-  return too_full == 0;
-}
-
-template <class Team>
-MOONEP_HD void AllocateCascade(const Team& team, const DomainShape& d, int32_t* alloc, PlannerScratch s) {
-  for (int r = team.rank(); r < d.ranks; r += team.size()) {
+    s.balance[r] = rows - Capacity(total, d.ranks, r);
+    s.foreign[r] = 0;
     s.giver[r] = -1;
     s.quota[r] = 0;
   }
   team.sync();
+}
+
+// Moves up to `most` rows of home h's hottest expert (most rows still at home) to a rank; returns how many.
+template <class Team>
+MOONEP_HD int32_t MoveHottest(const Team& team, const DomainShape& d, int32_t h, int32_t to, int32_t most, int32_t at,
+                              PlannerState s) {
+  const int32_t first = h * d.epn();
+  const int32_t expert = first + team.argmax(d.epn(), [&](int i) { return s.at_home[first + i]; });
+  const int32_t rows = most < s.at_home[expert] ? most : s.at_home[expert];
+  team.sync();
+  team.single([&] {
+    s.at_home[expert] -= rows;
+    s.foreign[to] += 1;
+    s.moves[at] = {expert, to, rows};
+  });
+  return rows;
+}
+
+template <class Team>
+MOONEP_HD int32_t LeanMoves(const Team& team, const DomainShape& d, PlannerState s) {
+  for (int32_t count = 0;; ++count) {
+    const int h = team.argmax(d.ranks, [&](int r) { return s.balance[r]; });
+    if (s.balance[h] <= 0) return count;
+    const int u = team.argmax(d.ranks, [&](int r) { return -s.balance[r]; });
+    const int32_t most = s.balance[h] < -s.balance[u] ? s.balance[h] : -s.balance[u];
+    const int32_t rows = MoveHottest(team, d, h, u, most, count, s);
+    team.single([&] {
+      s.balance[h] -= rows;
+      s.balance[u] += rows;
+    });
+  }
+}
+
+template <class Team>
+MOONEP_HD int32_t CascadeMoves(const Team& team, const DomainShape& d, PlannerState s) {
   // Each receiver gets one giver; a giver may go below its capacity and then becomes a receiver itself.
   for (;;) {
     const int h = team.argmax(d.ranks, [&](int r) { return s.balance[r]; });
@@ -107,31 +100,44 @@ MOONEP_HD void AllocateCascade(const Team& team, const DomainShape& d, int32_t* 
       s.balance[h] += s.balance[u];
       s.balance[u] = 0;
     });
-    team.sync();
   }
+  int32_t count = 0;
   for (int h = 0; h < d.ranks; ++h) {
     for (;;) {
-      const int to =
-          team.argmax(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : static_cast<int64_t>(0); });
+      const int to = team.argmax(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : 0; });
       if (s.giver[to] != h || s.quota[to] <= 0) break;
-      const int64_t m = MoveRows(team, d, alloc, HottestAtHome(team, d, alloc, h), h, to, s.quota[to]);
-      team.single([&] { s.quota[to] -= m; });
-      team.sync();
+      const int32_t rows = MoveHottest(team, d, h, to, s.quota[to], count++, s);
+      team.single([&] { s.quota[to] -= rows; });
     }
   }
+  return count;
 }
 
-// totals [E] -> alloc [E, R]. Returns true when the cascade plan was needed.
+// totals [E] -> at_home and moves.
 template <class Team>
-MOONEP_HD bool Allocate(const Team& team, const DomainShape& d, const int32_t* totals, int32_t* alloc,
-                        PlannerScratch s) {
-  AllocateHome(team, d, totals, alloc, s.balance);
-  if (d.home) return false;
-  AllocateLean(team, d, alloc, s.balance);
-  if (FitsInSlots(team, d, alloc)) return false;
-  AllocateHome(team, d, totals, alloc, s.balance);
-  AllocateCascade(team, d, alloc, s);
-  return true;
+MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const int32_t* totals, PlannerState s) {
+  StartAtHome(team, d, totals, s);
+  if (d.home) return {0, false};
+  const int32_t lean = LeanMoves(team, d, s);
+  const int32_t too_full = team.sum(d.ranks, [&](int r) { return s.foreign[r] > d.epn() ? 1 : 0; });
+  if (too_full == 0) return {lean, false};
+  team.sync();
+  StartAtHome(team, d, totals, s);
+  return {CascadeMoves(team, d, s), true};
+}
+
+// alloc [E, R], rows of expert e that rank d computes, from the moves. The team may be another one than the planner's.
+template <class Team>
+MOONEP_HD void WriteAlloc(const Team& team, const DomainShape& d, PlannerState s, int32_t moves, int32_t* alloc) {
+  for (int64_t i = team.rank(); i < static_cast<int64_t>(d.experts) * d.ranks; i += team.size()) {
+    const int32_t expert = static_cast<int32_t>(i / d.ranks);
+    alloc[i] = i % d.ranks == d.home_of(expert) ? s.at_home[expert] : 0;
+  }
+  team.sync();
+  for (int i = team.rank(); i < moves; i += team.size()) {
+    alloc[static_cast<int64_t>(s.moves[i].expert) * d.ranks + s.moves[i].to] = s.moves[i].rows;
+  }
+  team.sync();
 }
 
 }  // namespace moonep

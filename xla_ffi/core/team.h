@@ -1,7 +1,7 @@
-// The threads that run an algorithm of this folder together: one on the host, one CUDA block on a device.
+// The threads that run an algorithm of this folder together: one on the host, one warp or one block on a device.
 //
-// The planner is written once against this concept: rank(), size(), sync(), single(f), sum(n, f), argmax(n, f).
-// Nothing in xla_ffi/core includes XLA or CUDA headers.
+// The planner is written once against this concept: rank(), size(), sync(), single(f), sum(n, f), argmax(n, f), and
+// scan(n, f, sink). Nothing in xla_ffi/core includes XLA or CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ struct SerialTeam {
   }
 
   template <class F>
-  MOONEP_HD int64_t sum(int n, F value) const {
-    int64_t total = 0;
+  MOONEP_HD int32_t sum(int n, F value) const {
+    int32_t total = 0;
     for (int i = 0; i < n; ++i) total += value(i);
     return total;
   }
@@ -40,6 +40,18 @@ struct SerialTeam {
       if (value(i) > value(best)) best = i;
     }
     return best;
+  }
+
+  // Calls sink(i, value(0) + ... + value(i - 1)) for i in [0, n); returns the sum of all.
+  template <class F, class Sink>
+  MOONEP_HD int64_t scan(int n, F value, Sink sink) const {
+    int64_t before = 0;
+    for (int i = 0; i < n; ++i) {
+      const int64_t here = value(i);
+      sink(i, before);
+      before += here;
+    }
+    return before;
   }
 };
 

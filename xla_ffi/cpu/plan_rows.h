@@ -47,7 +47,8 @@ class HostTables {
         src_prefix_(Cells()),
         dst_prefix_(Cells()),
         group_row_(Cells()),
-        slot_expert_(static_cast<size_t>(d.experts)) {
+        slot_expert_(static_cast<size_t>(d.experts)),
+        home_rows_(static_cast<size_t>(d.ranks), 0) {
     const size_t experts = static_cast<size_t>(d.experts);
     const size_t ranks = static_cast<size_t>(d.ranks);
     std::vector<int32_t> totals(experts, 0);
@@ -57,24 +58,23 @@ class HostTables {
         totals[e] += in.counts[r][e];
       }
     }
-    std::vector<int64_t> balance(ranks), quota(ranks);
-    std::vector<int32_t> giver(ranks);
-    cascade_ = Allocate(SerialTeam{}, d, totals.data(), alloc_.data(), {balance.data(), quota.data(), giver.data()});
-    BuildPrefixes(SerialTeam{}, d, tables());
+    std::vector<int32_t> at_home(experts), balance(ranks), quota(ranks), giver(ranks), foreign(ranks);
+    std::vector<Move> moves(static_cast<size_t>(MaxMoves(d)));
+    const PlannerState state{at_home.data(), balance.data(), quota.data(), giver.data(), foreign.data(), moves.data()};
+    const PlannerResult result = PlanMoves(SerialTeam{}, d, totals.data(), state);
+    cascade_ = result.cascade;
+    WriteAlloc(SerialTeam{}, d, state, result.moves, alloc_.data());
+    for (int32_t e = 0; e < d.experts; ++e) BuildPrefixes(SerialTeam{}, d, tables(), e);
+    for (size_t e = 0; e < experts; ++e) home_rows_[e / static_cast<size_t>(d.epn())] += totals[e];
   }
 
   void Groups(int32_t me, const PlanArrays& out) {
-    const size_t ranks = static_cast<size_t>(d_.ranks);
-    const size_t epn = static_cast<size_t>(d_.epn());
-    BuildGroups(SerialTeam{}, d_, tables(), me, out.group_sizes, out.group_rows);
-    for (size_t i = 0; i < slot_expert_.size(); ++i) out.slot_expert[i] = slot_expert_[i];
-    for (size_t r = 0; r < ranks; ++r) out.home_rows[r] = out.rank_rows[r] = 0;
-    for (size_t e = 0; e < static_cast<size_t>(d_.experts); ++e) {
-      for (size_t r = 0; r < ranks; ++r) {
-        out.rank_rows[r] += alloc_[e * ranks + r];
-        out.home_rows[e / epn] += alloc_[e * ranks + r];
-      }
+    for (int32_t r = 0; r < d_.ranks; ++r) {
+      out.rank_rows[r] = BuildGroups(SerialTeam{}, d_, tables(), r, r == me ? out.group_sizes : nullptr,
+                                     r == me ? out.group_rows : nullptr);
+      out.home_rows[r] = home_rows_[static_cast<size_t>(r)];
     }
+    for (size_t i = 0; i < slot_expert_.size(); ++i) out.slot_expert[i] = slot_expert_[i];
   }
 
   PlanTables tables() {
@@ -88,7 +88,7 @@ class HostTables {
   size_t Cells() const { return static_cast<size_t>(d_.experts) * static_cast<size_t>(d_.ranks); }
 
   DomainShape d_;
-  std::vector<int32_t> count_, alloc_, src_prefix_, dst_prefix_, group_row_, slot_expert_;
+  std::vector<int32_t> count_, alloc_, src_prefix_, dst_prefix_, group_row_, slot_expert_, home_rows_;
   bool cascade_ = false;
 };
 

@@ -30,6 +30,23 @@ std::string CudaError(const char* what, cudaError_t e) {
          "), expected success; see the first error of the process";
 }
 
+Part PartOf(Kind kind) {
+  switch (kind) {
+    case Kind::kPlan:
+      return Part::kIds;
+    case Kind::kDispatch:
+    case Kind::kCombineGrad:
+      return Part::kRows;
+    case Kind::kCombine:
+    case Kind::kDispatchGrad:
+      return Part::kReturns;
+    case Kind::kPrefetch:
+    case Kind::kReduceGrad:
+      break;
+  }
+  return Part::kSlots;
+}
+
 }  // namespace
 
 uint32_t SiteHash(int64_t kind, int64_t channel, int64_t site) {
@@ -72,26 +89,21 @@ std::string GpuRank::Allocate() {
   const size_t ranks = static_cast<size_t>(d.ranks);
   const size_t cells = experts * ranks;
   const size_t tiles = static_cast<size_t>(PlanTiles(d, d.tokens));
-  const size_t ints = ranks * tiles * experts + ranks + cells * 5 + experts + ranks;
-  const size_t bytes = (ints * 4 + 8) + ranks * 16;
+  const size_t bytes = (ranks * tiles * experts + ranks + cells * 5) * 4;
   if (cudaError_t e = cudaMalloc(&scratch_memory_, bytes); e != cudaSuccess) return CudaError("setup", e);
   if (cudaError_t e = cudaMemset(scratch_memory_, 0, bytes); e != cudaSuccess) return CudaError("setup", e);
   auto* at = static_cast<std::byte*>(scratch_memory_);
-  auto take = [&at](size_t count, size_t item) {
-    std::byte* p = at;
-    at += count * item;
+  auto take = [&at](size_t count) {
+    auto* p = reinterpret_cast<int32_t*>(at);
+    at += count * 4;
     return p;
   };
-  scratch_.planner.balance = reinterpret_cast<int64_t*>(take(ranks, 8));
-  scratch_.planner.quota = reinterpret_cast<int64_t*>(take(ranks, 8));
-  scratch_.planner.giver = reinterpret_cast<int32_t*>(take(ranks, 4));
-  scratch_.tiles_done = reinterpret_cast<int32_t*>(take(ranks, 4));
-  scratch_.totals = reinterpret_cast<int32_t*>(take(experts, 4));
+  scratch_.tiles_done = take(ranks);
   for (int32_t** table :
        {&scratch_.count, &scratch_.alloc, &scratch_.src_prefix, &scratch_.dst_prefix, &scratch_.group_row}) {
-    *table = reinterpret_cast<int32_t*>(take(cells, 4));
+    *table = take(cells);
   }
-  scratch_.tile_counts = reinterpret_cast<int32_t*>(take(ranks * tiles * experts, 4));
+  scratch_.tile_counts = take(ranks * tiles * experts);
 
   if (cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(ErrorRecord), cudaHostAllocMapped);
       e != cudaSuccess) {
@@ -153,6 +165,13 @@ cudaError_t GpuRank::Launch(const CallArgs& call, uint32_t site_hash, int64_t ro
       return LaunchWeights(call, id, round, phase, stream);
   }
   return cudaErrorInvalidValue;
+}
+
+cudaError_t GpuRank::Prepost(const CallArgs& call, uint32_t site_hash, cudaStream_t stream) {
+  const int at = call.ticket_at();
+  const CallId id{static_cast<int32_t>(call.kind), site_hash,
+                  at < 0 ? nullptr : call.args[static_cast<size_t>(at)].i32()};
+  return LaunchPrepost(view_, PartOf(call.kind), id, stream);
 }
 
 cudaError_t GpuRank::LaunchPlan(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream) {

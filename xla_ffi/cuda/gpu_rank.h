@@ -45,6 +45,9 @@ class GpuRank {
   int64_t Rounds(const CallArgs& call) const;
   cudaError_t Launch(const CallArgs& call, uint32_t site_hash, int64_t round, Phase phase, cudaStream_t stream);
 
+  // Before Launch of kBegin, when this rank is timed alone: its peers' words for the call.
+  cudaError_t Prepost(const CallArgs& call, uint32_t site_hash, cudaStream_t stream);
+
   // Text of the first error that this rank knows of, or an empty string. Synchronises nothing.
   std::string error() const;
   const DomainShape& shape() const { return view_.shape; }

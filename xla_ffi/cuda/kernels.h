@@ -32,6 +32,11 @@ struct PlanPointers {
 cudaError_t LaunchBegin(const RankViewGpu& v, Part part, const CallId& id, bool credits, cudaStream_t stream);
 cudaError_t LaunchWait(const RankViewGpu& v, Part part, cudaStream_t stream);
 
+// For timing one rank alone: posts its peers' words for the call that follows on the stream.
+cudaError_t LaunchPrepost(const RankViewGpu& v, Part part, const CallId& id, cudaStream_t stream);
+// For comparison in benchmarks: a plain copy by `blocks` blocks; bytes and addresses are multiples of 16.
+cudaError_t LaunchCopy(void* to, const void* from, int64_t bytes, int blocks, cudaStream_t stream);
+
 // -- plan (plan.cu) ---------------------------------------------------------------------------------------------------
 
 // Device memory of one rank that only its own kernels use; sizes in PlanScratchBytes.
@@ -39,12 +44,10 @@ struct PlanScratch {
   int32_t* tile_counts;  // [R, tiles, E]
   int32_t* tiles_done;   // [R], zero between launches
   int32_t* count;        // [R, E]
-  int32_t* totals;       // [E]
   int32_t* alloc;        // [E, R]
   int32_t* src_prefix;   // [R, E]
   int32_t* dst_prefix;   // [E, R]
   int32_t* group_row;    // [E, R]
-  PlannerScratch planner;
 
   MOONEP_HD PlanTables tables(int32_t* slot_expert) const {
     return {count, alloc, src_prefix, dst_prefix, group_row, slot_expert};

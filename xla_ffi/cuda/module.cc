@@ -164,5 +164,17 @@ NB_MODULE(_ffi_cuda, m) {
                              reinterpret_cast<cudaStream_t>(stream));
              if (e != cudaSuccess) throw std::runtime_error(cudaGetErrorString(e));
            })
-      .def("error", &GpuRank::error);
+      .def("prepost",
+           [](GpuRank& self, int64_t kind, const std::vector<Buffer>& args, const std::vector<Buffer>& rets,
+              int64_t site, uintptr_t stream) {
+             const cudaError_t e = self.Prepost(MakeCall(kind, args, rets), moonep::SiteHash(kind, 0, site),
+                                                reinterpret_cast<cudaStream_t>(stream));
+             if (e != cudaSuccess) throw std::runtime_error(cudaGetErrorString(e));
+           })
+      .def("error", [](const GpuRank& self) { return self.error(); });
+  m.def("copy", [](uintptr_t to, uintptr_t from, int64_t bytes, int blocks, uintptr_t stream) {
+    const cudaError_t e = moonep::LaunchCopy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes,
+                                             blocks, reinterpret_cast<cudaStream_t>(stream));
+    if (e != cudaSuccess) throw std::runtime_error(cudaGetErrorString(e));
+  });
 }

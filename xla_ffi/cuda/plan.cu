@@ -1,11 +1,11 @@
-// plan: ids of all ranks by one exchange, counts, tables, and the place of every row. Five launches.
+// plan: ids of all ranks by one exchange, counts, tables, and the place of every row.
 //
 // Every rank pushes its ids to all ranks and then computes everything itself; no scattered record crosses the link.
 // The ids buffer is double-buffered by the parity of the epoch: a rank pushes epoch n+2 only after it has passed the
 // wait of n+1, which every rank enters after it is done with n. So plan needs no credits.
-#include "xla_ffi/cuda/block_team.cuh"
 #include "xla_ffi/cuda/kernels.h"
 #include "xla_ffi/cuda/sync.cuh"
+#include "xla_ffi/cuda/teams.cuh"
 
 namespace moonep {
 namespace {
@@ -88,41 +88,73 @@ __global__ void __launch_bounds__(kThreads) CountTiles(const __grid_constant__ R
   }
 }
 
-// One block: the balance loop is a chain of argmax over the ranks, so more blocks would only wait for it.
-__global__ void __launch_bounds__(kTablesThreads) MakeTables(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
+// One block: a warp decides the moves in shared memory (a chain of small argmax, which more threads would only slow
+// down), then all threads write alloc.
+__global__ void __launch_bounds__(kTablesThreads) DecideMoves(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
   ControlBlockGpu::PartState& part = State(v);
-  const BlockTeam team;
+  if (part.live == 0) return;
+  extern __shared__ int32_t shared[];
   const DomainShape& d = v.shape;
-  const PlanScratch& s = a.scratch;
+  int32_t* totals = shared;  // [E]
+  PlannerState s{};
+  s.at_home = totals + d.experts;     // [E]
+  s.balance = s.at_home + d.experts;  // [R], and so on
+  s.quota = s.balance + d.ranks;
+  s.giver = s.quota + d.ranks;
+  s.foreign = s.giver + d.ranks;
+  s.moves = reinterpret_cast<Move*>(s.foreign + d.ranks);  // [E + R]
+  __shared__ int32_t moves;
+  for (int e = threadIdx.x; e < d.experts; e += blockDim.x) {
+    int32_t total = 0;
+    for (int r = 0; r < d.ranks; ++r) total += a.scratch.count[static_cast<int64_t>(r) * d.experts + e];
+    totals[e] = total;
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const PlannerResult result = PlanMoves(WarpTeam{}, d, totals, s);
+    if (threadIdx.x == 0) moves = result.moves;
+  }
+  __syncthreads();
+  WriteAlloc(BlockTeam{}, d, s, moves, a.scratch.alloc);
+  for (int r = threadIdx.x; r < d.ranks; r += blockDim.x) {
+    int32_t home = 0;
+    for (int i = 0; i < d.epn(); ++i) home += totals[r * d.epn() + i];
+    a.plan.home_rows[r] = home;
+  }
+}
+
+// A warp for each rank's groups, then one for each expert's prefixes.
+__global__ void __launch_bounds__(kThreads) MakeTables(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
+  ControlBlockGpu::PartState& part = State(v);
+  const DomainShape& d = v.shape;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int warp = static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
+  const int warps = static_cast<int>(gridDim.x * (blockDim.x / 32));
   if (part.live == 0) {  // safe for whoever uses it: no rows anywhere, and a ticket that every op refuses
-    for (int i = team.rank(); i < d.groups(); i += team.size()) a.plan.group_sizes[i] = a.plan.group_rows[i] = 0;
-    for (int i = team.rank(); i < d.experts; i += team.size()) a.plan.slot_expert[i] = -1;
-    for (int i = team.rank(); i < d.ranks; i += team.size()) a.plan.home_rows[i] = a.plan.rank_rows[i] = 0;
-    if (team.rank() == 0) a.plan.ticket[0] = -1;
+    if (blockIdx.x != 0) return;
+    for (int i = threadIdx.x; i < d.groups(); i += blockDim.x) a.plan.group_sizes[i] = a.plan.group_rows[i] = 0;
+    for (int i = threadIdx.x; i < d.experts; i += blockDim.x) a.plan.slot_expert[i] = -1;
+    for (int i = threadIdx.x; i < d.ranks; i += blockDim.x) a.plan.home_rows[i] = a.plan.rank_rows[i] = 0;
+    if (threadIdx.x == 0) {
+      a.plan.ticket[0] = -1;
+      part.busy = 0;
+    }
     return;
   }
-  for (int e = team.rank(); e < d.experts; e += team.size()) {
-    int32_t total = 0;
-    for (int r = 0; r < d.ranks; ++r) total += s.count[static_cast<int64_t>(r) * d.experts + e];
-    s.totals[e] = total;
-  }
-  team.sync();
-  Allocate(team, d, s.totals, s.alloc, s.planner);
-  team.sync();
-  const PlanTables tables = s.tables(a.plan.slot_expert);
-  BuildPrefixes(team, d, tables);
-  BuildGroups(team, d, tables, v.rank, a.plan.group_sizes, a.plan.group_rows);
-  for (int r = team.rank(); r < d.ranks; r += team.size()) {
-    int32_t home = 0;
-    int32_t here = 0;
-    for (int i = 0; i < d.epn(); ++i) home += s.totals[r * d.epn() + i];
-    for (int e = 0; e < d.experts; ++e) here += s.alloc[static_cast<int64_t>(e) * d.ranks + r];
-    a.plan.home_rows[r] = home;
-    a.plan.rank_rows[r] = here;
-  }
-  if (team.rank() == 0) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
     a.plan.ticket[0] = part.ticket;
     part.busy = 0;
+  }
+  const PlanTables tables = a.scratch.tables(a.plan.slot_expert);
+  for (int i = warp; i < d.ranks + d.experts; i += warps) {
+    if (i >= d.ranks) {
+      BuildPrefixes(WarpTeam{}, d, tables, i - d.ranks);
+      continue;
+    }
+    const bool mine = i == v.rank;
+    const int32_t rows =
+        BuildGroups(WarpTeam{}, d, tables, i, mine ? a.plan.group_sizes : nullptr, mine ? a.plan.group_rows : nullptr);
+    if (lane == 0) a.plan.rank_rows[i] = rows;
   }
 }
 
@@ -230,7 +262,12 @@ cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_
   const size_t place = static_cast<size_t>(a.tile) * 4 + static_cast<size_t>(v.shape.experts) * kWarps * 2;
   CountTiles<<<grid, kThreads, histogram, stream>>>(v, a);
   if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
-  MakeTables<<<1, kTablesThreads, 0, stream>>>(v, a);
+  const size_t decide = (static_cast<size_t>(v.shape.experts) * 2 + static_cast<size_t>(v.shape.ranks) * 4) * 4 +
+                        static_cast<size_t>(MaxMoves(v.shape)) * sizeof(Move);
+  DecideMoves<<<1, kTablesThreads, decide, stream>>>(v, a);
+  if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
+  const int table_warps = v.shape.ranks + v.shape.experts;
+  MakeTables<<<(table_warps + kWarps - 1) / kWarps, kThreads, 0, stream>>>(v, a);
   if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
   if (place > 48 * 1024) {
     cudaError_t e =

@@ -41,7 +41,22 @@ __global__ void __launch_bounds__(kMaxRanks) WaitKernel(const __grid_constant__ 
   if (threadIdx.x == 0 && !ok) part.live = 0;
 }
 
+__global__ void PrepostKernel(const __grid_constant__ RankViewGpu v, Part which, CallId id) {
+  ControlBlockGpu& own = v.own();
+  const int r = static_cast<int>(threadIdx.x);
+  if (r >= v.shape.ranks || r == v.rank) return;
+  const uint32_t epoch = own.part[static_cast<int>(which)].epoch + 1;
+  const uint64_t word = PackWord(epoch, MixTag(id.site_hash, id.ticket != nullptr ? *id.ticket : 0));
+  own.arrived[static_cast<int>(which)][r].value = word;
+  own.consumed[static_cast<int>(which)][r].value = word;
+}
+
 }  // namespace
+
+cudaError_t LaunchPrepost(const RankViewGpu& v, Part part, const CallId& id, cudaStream_t stream) {
+  PrepostKernel<<<1, kMaxRanks, 0, stream>>>(v, part, id);
+  return cudaGetLastError();
+}
 
 cudaError_t LaunchBegin(const RankViewGpu& v, Part part, const CallId& id, bool credits, cudaStream_t stream) {
   BeginKernel<<<1, kMaxRanks, 0, stream>>>(v, part, id, credits);

@@ -291,6 +291,12 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+__global__ void __launch_bounds__(kThreads) PlainCopy(std::byte* to, const std::byte* from, int64_t bytes) {
+  for (int64_t at = blockIdx.x * kPiece; at < bytes; at += static_cast<int64_t>(gridDim.x) * kPiece) {
+    CopyTo<uint4>(from + at, min(kPiece, bytes - at), 1, [&](int) { return to + at; });
+  }
+}
+
 // One vector width for all leaves: the widest that all sizes and addresses allow.
 template <class F>
 cudaError_t WithLeaves(const WeightArgs& a, F f) {
@@ -308,6 +314,11 @@ int64_t WeightRounds(const WeightArgs& a) {
   int64_t expert = 0;
   for (int l = 0; l < a.leaves; ++l) expert += AlignUp(a.leaf[l].bytes, 64);
   return (expert + a.window - 1) / a.window;
+}
+
+cudaError_t LaunchCopy(void* to, const void* from, int64_t bytes, int blocks, cudaStream_t stream) {
+  PlainCopy<<<blocks, kThreads, 0, stream>>>(static_cast<std::byte*>(to), static_cast<const std::byte*>(from), bytes);
+  return cudaGetLastError();
 }
 
 #define MOONEP_LAUNCH_WEIGHTS(Kernel)                                                                      \

@@ -1,0 +1,1 @@
+"""Benchmarks: one file per table; results, raw, under results/."""

@@ -1,0 +1,71 @@
+// Device threads as the teams that run xla_ffi/core: a warp for chains of small decisions, a block for plain loops.
+#pragma once
+
+#include <cstdint>
+
+namespace moonep {
+
+// All 32 lanes call every method together.
+class WarpTeam {
+ public:
+  __device__ int rank() const { return static_cast<int>(threadIdx.x) % 32; }
+  __device__ int size() const { return 32; }
+  __device__ void sync() const { __syncwarp(); }
+
+  template <class F>
+  __device__ void single(F f) const {
+    if (rank() == 0) f();
+    __syncwarp();
+  }
+
+  template <class F>
+  __device__ int32_t sum(int n, F value) const {
+    int32_t part = 0;
+    for (int i = rank(); i < n; i += 32) part += value(i);
+    return __reduce_add_sync(kAll, part);
+  }
+
+  template <class F>
+  __device__ int argmax(int n, F value) const {
+    int32_t best = INT32_MIN;
+    int32_t index = INT32_MAX;
+    for (int i = rank(); i < n; i += 32) {
+      const int32_t v = value(i);
+      if (v > best) {
+        best = v;
+        index = i;
+      }
+    }
+    const int32_t top = __reduce_max_sync(kAll, best);
+    return __reduce_min_sync(kAll, best == top ? index : INT32_MAX);
+  }
+
+  template <class F, class Sink>
+  __device__ int64_t scan(int n, F value, Sink sink) const {
+    int64_t before = 0;
+    for (int base = 0; base < n; base += 32) {
+      const int i = base + rank();
+      const int64_t here = i < n ? value(i) : 0;
+      int64_t sum = here;
+      for (int offset = 1; offset < 32; offset *= 2) {
+        const int64_t left = __shfl_up_sync(kAll, sum, offset);
+        if (rank() >= offset) sum += left;
+      }
+      if (i < n) sink(i, before + sum - here);
+      before += __shfl_sync(kAll, sum, 31);
+    }
+    return before;
+  }
+
+ private:
+  static constexpr unsigned kAll = 0xffffffffu;
+};
+
+class BlockTeam {
+ public:
+  __device__ int rank() const { return static_cast<int>(threadIdx.x); }
+  __device__ int size() const { return static_cast<int>(blockDim.x); }
+  __device__ void sync() const { __syncthreads(); }
+};
+
+}  // namespace moonep
