@@ -21,7 +21,9 @@ from moonep_jax import _ffi_cpu, env, layer, ops
 from moonep_jax.config import EPConfig
 from moonep_jax.errors import ConfigError, DomainError, message
 from moonep_jax.exchange import Exchange, KeyValueStore, namespace, open_store
-from moonep_jax.memory import host
+from moonep_jax.memory.host import HostMemory
+from moonep_jax.memory.hosts import gather_hosts
+from moonep_jax.memory.share import SharedMemory, share
 from moonep_jax.spec import Dispatched, DomainSpec, Plan
 from moonep_jax.topology import Topology
 from moonep_jax.version import __version__
@@ -45,7 +47,7 @@ class Domain:
     def __init__(
         self,
         spec: DomainSpec,
-        shared: host.SharedMemory,
+        shared: SharedMemory,
         store: KeyValueStore,
         process: int,
         namespace: str,
@@ -268,25 +270,20 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
     exchange = Exchange(store, namespace(participants), process, participants, variables.setup_timeout_s)
     with exchange, ExitStack() as undo:
         topology, shape = exchange.guarded("check the arguments", lambda: _check(mesh, axis, config))
-        hosts = host.gather_hosts(exchange)
+        hosts = gather_hosts(exchange)
         exchange.describe = lambda p: topology.describe(p, hosts[p].hostname)
         versions = {"version.moonep_jax": __version__, "version.jax": jax.__version__}
         exchange.compare("compare", {**config.fingerprint(), **topology.fingerprint(), **versions})
         domain_id = _agree_on_id(exchange)
         parts = shape.chunk_bytes()
-        shared = host.share(exchange, topology, process, parts["total"], _ffi_cpu, variables, hosts)
+        shared = share(exchange, topology, process, parts["total"], HostMemory(_ffi_cpu), variables, hosts)
         undo.callback(shared.free)
         undo.callback(_ffi_cpu.stop, domain_id)
         spec = DomainSpec(domain_id, config, topology)
         exchange.guarded("start", lambda: _start(spec, shape, shared, process, variables, exchange.describe))
         domain = Domain(spec, shared, store, process, exchange.namespace, exchange.describe, parts)
         undo.pop_all()
-    _log.info(
-        "%r: %s per rank; memory %s",
-        domain,
-        ", ".join(f"{name} {count} bytes" for name, count in parts.items()),
-        sorted({shared.kind_of(g.index) for g, _ in topology.local(process)}),
-    )
+    _log.info("%r: %s per rank", domain, ", ".join(f"{name} {count} bytes" for name, count in parts.items()))
     return domain
 
 
@@ -331,7 +328,7 @@ def _agree_on_id(exchange: Exchange) -> int:
 def _start(
     spec: DomainSpec,
     shape: Any,
-    shared: host.SharedMemory,
+    shared: SharedMemory,
     process: int,
     variables: env.Env,
     describe: Callable[[int], str],

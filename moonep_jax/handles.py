@@ -66,8 +66,13 @@ class HandleRecord:
         return _RECORD.pack(*head, self.pid, self.uid, self.fd, name, len(name), self.fabric)
 
 
-def decode(data: bytes, *, namespace: str, group: int, rank: int, ranks: int, nbytes: int) -> HandleRecord:
-    """The record that `rank` of `group` (of `ranks` ranks) sent in this setup. SetupError, with a text per check."""
+def decode(
+    data: bytes, *, namespace: str, group: int, rank: int, ranks: int, nbytes: int, kind: Kind | None = None
+) -> HandleRecord:
+    """The record that `rank` of `group` (of `ranks` ranks) sent in this setup. SetupError, with a text per check.
+
+    kind: the one kind to accept; None: any.
+    """
     if len(data) != RECORD_BYTES:
         raise _bad("a record of wrong length", f"{len(data)} bytes", f"{RECORD_BYTES} bytes")
     magic, version, code, total, digest, *rest = _RECORD.unpack(data)
@@ -92,6 +97,8 @@ def decode(data: bytes, *, namespace: str, group: int, rank: int, ranks: int, nb
         raise _bad(f"rank {rank}'s chunk has another size", f"{got_bytes} bytes", f"{nbytes} bytes")
     if pid == 0:
         raise _bad("a record without a process id", pid, "a process id of at least 1")
+    if kind is not None and kind != _KINDS[code]:
+        raise _bad(f"rank {rank}'s handle is of another kind", _KINDS[code], kind)
     kind = _KINDS[code]
     if kind == "fd":
         if fd < 0:
@@ -169,7 +176,13 @@ def choose_kind(requested: Literal["auto", "fd", "fabric"], capabilities: Sequen
 
 
 def _kind_error(wrong: str, lacking: Sequence[Capability], expected: str, fix: str) -> SetupError:
-    got = " | ".join(f"rank {c.rank} on {c.host}: {c.detail or 'not supported'}" for c in lacking)
+    alike: dict[tuple[str, str], list[str]] = {}
+    for c in lacking:
+        alike.setdefault((c.host, c.detail or "not supported"), []).append(str(c.rank))
+    got = " | ".join(
+        f"rank{'s' if len(ranks) > 1 else ''} {','.join(ranks)} on {host}: {why}"
+        for (host, why), ranks in alike.items()
+    )
     return SetupError(message("setup", wrong, f"[{got}]", expected, fix))
 
 

@@ -8,7 +8,7 @@ import errno
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from moonep_jax.errors import SetupError
+from moonep_jax.exchange import Exchange, InProcessStore
 from moonep_jax.handles import HandleRecord, namespace_digest
 from moonep_jax.memory import host
 from moonep_jax.memory.host import FreeBytes
@@ -70,7 +72,10 @@ def open_fds() -> dict[str, str]:
 
 
 def listening() -> int:
-    return Path("/proc/net/unix").read_text().count("@moonep-")
+    """Sockets of the library that this process holds; other processes of the machine may run the library, too."""
+    mine = open_fds().values()
+    rows = (line.split() for line in Path("/proc/net/unix").read_text().splitlines() if "@moonep-" in line)
+    return sum(f"socket:[{row[6]}]" in mine for row in rows)
 
 
 @pytest.fixture(autouse=True)
@@ -98,6 +103,36 @@ class FakeDevice:
     id: int
     process_index: int
     platform: str = "cpu"
+
+
+def run_processes(
+    topo: Topology, store: InProcessStore, timeout_s: float, main: Callable[[int, Exchange], Any]
+) -> dict[int, Any]:
+    """main(process, exchange) in a thread per process of a topology: its results or errors; no key may be left."""
+    results: dict[int, Any] = {}
+
+    def run(p: int) -> None:
+        try:
+            with Exchange(store, NAMESPACE, p, topo.processes, timeout_s, topo.describe) as ex:
+                results[p] = main(p, ex)
+        except Exception as error:
+            results[p] = error
+
+    threads = [threading.Thread(target=run, args=(p,)) for p in topo.processes]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(60)
+    assert not any(t.is_alive() for t in threads)
+    assert store.keys() == []
+    return results
+
+
+def same_text(results: dict[int, Any]) -> str:
+    """The text of the SetupError that all processes raised alike."""
+    assert all(isinstance(r, SetupError) for r in results.values()), results
+    assert len({str(r) for r in results.values()}) == 1, results
+    return str(results[min(results)])
 
 
 def topology(groups: int, owners: list[int]) -> Topology:

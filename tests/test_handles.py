@@ -87,6 +87,7 @@ def test_each_check(data: bytes, text: str) -> None:
         ({"rank": 3}, "another rank"),
         ({"ranks": 2}, "out of range"),
         ({"nbytes": 1}, "another size"),
+        ({"kind": "fabric"}, "rank 2's handle is of another kind; got fd, expected fabric"),
     ],
 )
 def test_record_of_somebody_else(changes: dict[str, Any], text: str) -> None:
@@ -155,7 +156,7 @@ def test_kind_chosen(requested: Any, spec: Any, kind: str) -> None:
     ("requested", "spec", "texts"),
     [
         ("auto", [("a", *FD_ONLY), ("b", *BOTH)], ["a (ranks 0), b (ranks 1)", "[rank 0 on a: why0]", "needed"]),
-        ("auto", [("a", *NEITHER), ("a", *BOTH)], ["fd handles do not work", "rank 0 on a: why0"]),
+        ("auto", [("a", *NEITHER), ("a", *BOTH)], ["fd handles do not work", "[rank 0 on a: why0]"]),
         ("fabric", [("a", *FD_ONLY), ("a", *BOTH), ("a", *NEITHER)], ["forced", "rank 0 on a", "rank 2 on a: why2"]),
         ("fd", [("a", *BOTH), ("b", *BOTH), ("a", *BOTH)], ["spans hosts", "a (ranks 0,2), b (ranks 1)"]),
         ("fd", [("a", *FABRIC_ONLY), ("a", *BOTH)], ["fd handles do not work", "rank 0 on a: why0"]),
@@ -165,3 +166,10 @@ def test_kind_refused(requested: Any, spec: Any, texts: list[str]) -> None:
     with pytest.raises(SetupError) as caught:
         choose_kind(requested, ranks(*spec))
     assert all(t in str(caught.value) for t in texts), str(caught.value)
+
+
+def test_ranks_that_fail_alike_are_named_together() -> None:
+    many = [Capability(r, False, False, f"h{r // 2}", "no IMEX channel") for r in range(4)]
+    with pytest.raises(SetupError) as caught:
+        choose_kind("fabric", many)
+    assert "[ranks 0,1 on h0: no IMEX channel | ranks 2,3 on h1: no IMEX channel]" in str(caught.value)

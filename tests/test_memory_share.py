@@ -7,9 +7,9 @@ import ctypes
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ from memory_kit import (
     PyMapper,
     nothing_left_open,  # noqa: F401  (fixtures)
     open_fds,
+    run_processes,
+    same_text,
     topology,
 )
 
@@ -28,8 +30,10 @@ from moonep_jax.env import Env
 from moonep_jax.errors import SetupError
 from moonep_jax.exchange import Exchange, InProcessStore
 from moonep_jax.handles import HandleRecord
-from moonep_jax.memory import fds, host
-from moonep_jax.memory.host import FreeBytes, HostInfo, SharedMemory, share
+from moonep_jax.memory import backend, fds, host
+from moonep_jax.memory.host import FreeBytes, HostMemory
+from moonep_jax.memory.hosts import HostInfo, gather_hosts
+from moonep_jax.memory.share import SharedMemory, share
 from moonep_jax.topology import Topology
 
 
@@ -44,39 +48,20 @@ class World:
         self.share_args: dict[int, dict[str, Any]] = {}
 
     def run(self, use: Callable[[int, SharedMemory, Exchange], Any] = lambda *_: None) -> dict[int, Any]:
-        results: dict[int, Any] = {}
+        def main(p: int, ex: Exchange) -> Any:
+            args = dict(self.share_args.get(p, {}))
+            memory_of = HostMemory(self.mappers[p], args.pop("free", lambda: PLENTY))
+            hosts = gather_hosts(ex, self.hosts.get(p))
+            with contextlib.ExitStack() as stack:
+                memory = share(ex, self.topology, p, PAGE, memory_of, self.env, hosts, **args)
+                stack.callback(memory.free)
+                result = use(p, memory, ex)
+                ex.barrier("used")
+                return result
 
-        def main(p: int) -> None:
-            topo = self.topology
-            args = {"free": lambda: PLENTY, **self.share_args.get(p, {})}
-            try:
-                with (
-                    contextlib.ExitStack() as stack,
-                    Exchange(self.store, NAMESPACE, p, topo.processes, self.timeout_s, topo.describe) as ex,
-                ):
-                    hosts = host.gather_hosts(ex, self.hosts.get(p))
-                    memory = share(ex, topo, p, PAGE, self.mappers[p], self.env, hosts, **args)
-                    stack.callback(memory.free)
-                    results[p] = use(p, memory, ex)
-                    ex.barrier("used")
-            except Exception as error:
-                results[p] = error
-
-        threads = [threading.Thread(target=main, args=(p,)) for p in self.topology.processes]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(60)
-        assert not any(t.is_alive() for t in threads)
+        results = run_processes(self.topology, self.store, self.timeout_s, main)
         assert all(not m.live for m in self.mappers.values())
-        assert self.store.keys() == []
         return results
-
-
-def same_text(results: dict[int, Any]) -> str:
-    assert all(isinstance(r, SetupError) for r in results.values()), results
-    assert len({str(r) for r in results.values()}) == 1, results
-    return str(results[min(results)])
 
 
 @pytest.mark.parametrize(
@@ -116,7 +101,7 @@ def test_every_rank_sees_every_chunk_of_its_groups(groups: int, owners: list[int
 
 def test_local_group_exports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "create", None)
-    monkeypatch.setattr(host, "FdServer", None)
+    monkeypatch.setattr(backend, "FdServer", None)
     topo = topology(1, [0, 0, 0])
     world = World(topo, Env(mem_handle_type="fabric"))  # no handle, so no kind to force
     assert world.run(lambda p, memory, ex: memory.kind_of(0)) == {0: "local"}
@@ -157,12 +142,29 @@ def test_short_memory_is_an_error_on_all() -> None:
 
 def test_forced_fabric_and_hosts_apart() -> None:
     text = same_text(World(topology(1, [0, 1]), Env(mem_handle_type="fabric")).run())
-    assert "fabric handles are forced" in text and "rank 0 on" in text and "rank 1 on" in text
+    assert "fabric handles are forced" in text and "ranks 0,1 on" in text
     for kind in ("auto", "fd"):
         world = World(topology(1, [0, 1, 0]), Env(mem_handle_type=kind))
         world.hosts = {0: HostInfo("boot-1", "alpha"), 1: HostInfo("boot-2", "alpha")}
         text = same_text(world.run())
         assert "alpha (boot boot-1) (ranks 0,2), alpha (boot boot-2) (ranks 1)" in text
+
+
+@pytest.mark.parametrize("owners", [[0, 1, 1], [0, 0, 0]])
+def test_chunks_of_some_ranks_only(owners: list[int]) -> None:
+    world = World(topology(1, owners))
+    world.share_args = {p: {"owners": [2]} for p in world.topology.processes}
+
+    def use(p: int, memory: SharedMemory, ex: Exchange) -> int:
+        assert set(memory.address) == {(0, 2)} and len(world.mappers[p].live) == 1
+        if p == owners[2]:
+            ctypes.c_int.from_address(memory.address[0, 2]).value = 42
+        ex.barrier("written")
+        return ctypes.c_int.from_address(memory.address[0, 2]).value
+
+    assert world.run(use) == dict.fromkeys(world.topology.processes, 42)
+    world.share_args = {p: {"owners": [2, 3]} for p in world.topology.processes}
+    assert "bad owners; got [2, 3], expected ranks 0 to 2" in same_text(world.run())
 
 
 def test_a_failure_of_one_group_fails_the_others_too() -> None:
@@ -172,7 +174,7 @@ def test_a_failure_of_one_group_fails_the_others_too() -> None:
     assert "process 3 (rank 1 of group 1)" in same_text(world.run())
 
 
-@pytest.mark.parametrize("forgery", ["short", "rank", "job"])
+@pytest.mark.parametrize("forgery", ["short", "rank", "job", "kind"])
 def test_forged_handle_record(forgery: str) -> None:
     class Forger(InProcessStore):
         def set(self, key: str, value: bytes) -> bool:
@@ -181,6 +183,9 @@ def test_forged_handle_record(forgery: str) -> None:
                 raw = bytearray(value)
                 if forgery == "rank":
                     raw[at + 36] = 9
+                elif forgery == "kind":  # a fabric record without a fault of its own
+                    raw[at + 10], raw[at + 168 : at + 232] = 2, bytes([1] * 64)
+                    raw[at + 56 : at + 168] = b"\xff" * 4 + bytes(108)
                 elif forgery == "job":
                     raw[at + 16] ^= 1
                 else:  # a whole frame of half a record
@@ -191,7 +196,12 @@ def test_forged_handle_record(forgery: str) -> None:
 
     world = World(topology(1, [0, 1]))
     world.store = Forger()
-    expected = {"short": "100 bytes, expected 1 records of 232", "rank": "rank out of range", "job": "another setup"}
+    expected = {
+        "short": "100 bytes, expected 1 records of 232",
+        "rank": "rank out of range",
+        "job": "another setup",
+        "kind": "of another kind; got fabric, expected fd",
+    }
     assert expected[forgery] in same_text(world.run())
 
 
@@ -201,7 +211,7 @@ def test_a_process_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     here = HostInfo.here()
     mapper = PyMapper()
     with pytest.raises(SetupError, match="no word from process 1 \\(rank 1 of group 0\\)"):
-        share(ex, topo, 0, PAGE, mapper, Env(), {0: here, 1: here})
+        share(ex, topo, 0, PAGE, HostMemory(mapper), Env(), {0: here, 1: here})
     assert not mapper.live
     ex.finish()
 
@@ -213,9 +223,10 @@ def test_free_runs_every_step_even_if_one_raises() -> None:
             raise OSError("unmap complains")
 
     mapper = Sulking()
-    memory = SharedMemory(PAGE, {0: "local"}, mapper)
+    memory = SharedMemory(PAGE, {0: "local"})
     for rank in range(3):
-        memory.add(0, rank, mapper.map_anonymous(PAGE), own=rank == 0)
+        address = mapper.map_anonymous(PAGE)
+        memory.add(0, rank, address, partial(mapper.unmap, address, PAGE), own=rank == 0)
     with pytest.raises(OSError, match="complains"):
         memory.free()
     assert not mapper.live and not memory.address
@@ -239,12 +250,13 @@ sys.path.insert(0, sys.argv[4])
 from memory_kit import PAGE, PyMapper, open_fds, topology
 from moonep_jax import env
 from moonep_jax.exchange import Exchange, namespace, open_store
-from moonep_jax.memory import host
+from moonep_jax.memory.host import HostMemory
+from moonep_jax.memory.hosts import gather_hosts
+from moonep_jax.memory.share import share
 topo = topology(1, list(range(count)))
 before, mapper = open_fds(), PyMapper()
 ex = Exchange(open_store(topo.processes), namespace(topo.processes), me, topo.processes, 30.0, topo.describe)
-hosts = host.gather_hosts(ex)
-memory = host.share(ex, topo, me, PAGE, mapper, env.read(), hosts)
+memory = share(ex, topo, me, PAGE, HostMemory(mapper), env.read(), gather_hosts(ex))
 def new_fds():  # jax's own descriptors come and go
     return [t for t in open_fds().values() if "moonep" in t or "pidfd" in t]
 assert not new_fds(), new_fds()

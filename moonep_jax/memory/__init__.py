@@ -1,1 +1,1 @@
-"""Symmetric memory: one chunk per rank, mapped by every process of the rank's group. `host` is the CPU's kind."""
+"""Symmetric memory: one chunk per rank, mapped by every process of its group. `host` and `cuda` are the kinds of it."""

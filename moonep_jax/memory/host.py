@@ -1,31 +1,21 @@
 """Symmetric memory of the CPU backend: memfd chunks, shared between processes by file descriptor.
 
-`share()` is the collective part: create, export, exchange, import, map. What maps memory is given as a `Mapper` (the
-native module). Linux only. Imports env, errors, exchange, fds, handles and topology; closes every descriptor it opened.
+What maps memory is given as a `Mapper` (the native module). Linux only. Imports backend, errors and handles.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import functools
-import json
 import os
-import socket
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
-from moonep_jax.env import Env
 from moonep_jax.errors import SetupError, message
-from moonep_jax.exchange import Exchange
-from moonep_jax.handles import RECORD_BYTES, Capability, HandleRecord, choose_kind, decode, namespace_digest
-from moonep_jax.memory import fds
-from moonep_jax.memory.fds import FdServer, Offer
-from moonep_jax.topology import Group, Topology
+from moonep_jax.handles import HandleRecord, Kind
+from moonep_jax.memory.backend import Chunk, Mapped
 
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -134,154 +124,43 @@ def validate_memfd(fd: int, record: HandleRecord) -> None:
         raise SetupError(message("setup", wrong, f"seals {seals:#x}", f"seals {_SEALS:#x}", fix))
 
 
-# -- the collective part -----------------------------------------------------------------------------------------------
+# -- the backend -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HostInfo:
-    """Where a process runs. Two processes share a host when boot id and host name agree."""
+class HostMemory:
+    """The CPU's `Backend`: every handle is an fd, and what works here works in every process of the host."""
 
-    boot_id: str
-    hostname: str
+    trial: bool = False
 
-    @staticmethod
-    def here() -> HostInfo:
-        """This process's host."""
-        return HostInfo(_read(Path("/proc/sys/kernel/random/boot_id")).strip(), socket.gethostname())
+    def __init__(self, mapper: Mapper, free: Callable[[], FreeBytes] = free_bytes) -> None:
+        self._mapper, self._free = mapper, free
 
-    def __str__(self) -> str:
-        return f"{self.hostname} (boot {self.boot_id[:8]})"
+    def check_room(self, nbytes: int, devices: Sequence[int], on_host: int) -> None:
+        """See Backend."""
+        check_free(nbytes * len(devices), nbytes * on_host, self._free())
 
+    def refusal(self, kind: Kind, device: int) -> str:
+        """See Backend."""
+        return "" if kind == "fd" else "host memory has no fabric handles"
 
-def gather_hosts(exchange: Exchange, here: HostInfo | None = None) -> dict[int, HostInfo]:
-    """Every process's host, by process index. Collective."""
-    info = HostInfo.here() if here is None else here
-    sent = exchange.all_gather("hosts", json.dumps(dataclasses.asdict(info)).encode())
-    return {p: HostInfo(**json.loads(data)) for p, data in sent.items()}
+    def create(
+        self, chunk: Chunk, kind: Kind | None, device: int, devices: Sequence[int], transient: ExitStack
+    ) -> tuple[Mapped, int | bytes | None]:
+        """See Backend."""
+        if kind is None:
+            return self._mapped(self._mapper.map_anonymous(chunk.nbytes), chunk.nbytes), None
+        fd = create(chunk.nbytes, chunk_name(chunk.digest, chunk.group, chunk.rank))
+        transient.callback(os.close, fd)
+        return self._mapped(self._mapper.map_fd(fd, chunk.nbytes), chunk.nbytes), fd
 
+    def validate_fd(self, fd: int, record: HandleRecord) -> None:
+        """See Backend."""
+        validate_memfd(fd, record)
 
-class SharedMemory:
-    """The chunks of all groups that have a member in this process, mapped once each.
+    def attach(self, record: HandleRecord, handle: int | bytes, devices: Sequence[int]) -> Mapped:
+        """See Backend."""
+        assert isinstance(handle, int)  # refusal() leaves no other kind
+        return self._mapped(self._mapper.map_fd(handle, record.nbytes), record.nbytes)
 
-    Attributes: nbytes: size of a chunk. address: (group, rank) -> address in this process.
-    """
-
-    def __init__(self, nbytes: int, kinds: Mapping[int, Literal["local", "fd"]], mapper: Mapper) -> None:
-        self.nbytes = nbytes
-        self.address: dict[tuple[int, int], int] = {}
-        self._kinds, self._mapper = dict(kinds), mapper
-        # Exit stacks run every step even if one raises, and only once.
-        self._own, self._peers = ExitStack(), ExitStack()
-
-    def kind_of(self, group: int) -> Literal["local", "fd"]:
-        """How a group's chunks are shared: "local" when all its members are in this process."""
-        return self._kinds[group]
-
-    def add(self, group: int, rank: int, address: int, *, own: bool) -> None:
-        """Takes over a mapping."""
-        stack = self._own if own else self._peers
-        self.address[group, rank] = address
-        stack.callback(self._mapper.unmap, address, self.nbytes)
-        stack.callback(self.address.pop, (group, rank))
-
-    def unmap_peers(self) -> None:
-        """Unmaps the chunks of other processes. Idempotent."""
-        self._peers.close()
-
-    def free(self) -> None:
-        """Unmaps everything; own chunks are freed once no peer maps them either. Idempotent."""
-        try:
-            self.unmap_peers()
-        finally:
-            self._own.close()
-
-
-def share(
-    exchange: Exchange,
-    topology: Topology,
-    process_index: int,
-    nbytes: int,
-    mapper: Mapper,
-    env: Env,
-    hosts: Mapping[int, HostInfo],
-    *,
-    fetch: Callable[[HandleRecord, int, float], int] | None = None,
-    free: Callable[[], FreeBytes] = free_bytes,
-) -> SharedMemory:
-    """Creates and maps one zeroed chunk of nbytes per rank. Collective over the topology's processes.
-
-    hosts: from gather_hosts. A failure anywhere frees everything and raises the same SetupError in every process; a
-    group within one process uses private memory and exports nothing. fetch and free are replaced in tests only.
-    """
-    fetch = functools.partial(fds.fetch, validate=validate_memfd) if fetch is None else fetch
-    local = topology.local(process_index)
-    kinds: dict[int, Literal["local", "fd"]] = {g.index: _kind(g) for g, _ in local}
-    shared = SharedMemory(nbytes, kinds, mapper)
-    digest = namespace_digest(exchange.namespace)
-
-    def choose() -> None:
-        for group in (topology.groups[g] for g, kind in kinds.items() if kind == "fd"):
-            detail = "host memory has no fabric handles"
-            choose_kind(
-                env.mem_handle_type,
-                [Capability(m.rank, True, False, str(hosts[m.process_index]), detail) for m in group.devices],
-            )
-
-    def export() -> bytes:
-        same_host = [p for p in topology.processes if hosts[p] == hosts[process_index]]
-        check_free(nbytes * len(local), nbytes * sum(len(topology.local(p)) for p in same_host), free())
-        offers: list[Offer] = []
-        for group, member in local:
-            if kinds[group.index] == "local":
-                address = mapper.map_anonymous(nbytes)
-            else:
-                fd = create(nbytes, chunk_name(digest, group.index, member.rank))
-                transient.callback(os.close, fd)
-                address = mapper.map_fd(fd, nbytes)
-                peers = [p for p in group.processes if p != process_index]
-                offers.append(Offer(group.index, member.rank, fd, peers))
-            shared.add(group.index, member.rank, address, own=True)
-        if not offers:
-            return b""
-        server = FdServer(digest, offers)
-        transient.callback(server.close)
-        origin = (nbytes, os.getpid(), os.geteuid())
-        records = [HandleRecord("fd", digest, o.group, o.rank, *origin, o.fd, server.socket_name) for o in offers]
-        return b"".join(r.encode() for r in records)
-
-    def attach() -> None:
-        # Half of the limit, so that a slow import still leaves the others time to wait for this process's vote.
-        deadline = time.monotonic() + exchange.timeout_s / 2
-        for p, data in payloads.items():
-            places = [(g, m) for g, m in topology.local(p) if _kind(g) == "fd"]
-            if len(data) != RECORD_BYTES * len(places):
-                wrong, got = f"{exchange.describe(p)} sent handle records of wrong length", f"{len(data)} bytes"
-                expected = f"{len(places)} records of {RECORD_BYTES} bytes"
-                fix = "run the same version of moonep_jax on every process"
-                raise SetupError(message("setup", wrong, got, expected, fix))
-            for i, (g, m) in enumerate(places):
-                if p == process_index or g.index not in kinds:
-                    continue
-                part, at = data[i * RECORD_BYTES : (i + 1) * RECORD_BYTES], (g.index, m.rank)
-                record = decode(
-                    part, namespace=exchange.namespace, group=at[0], rank=at[1], ranks=topology.ranks, nbytes=nbytes
-                )
-                fd = fetch(record, process_index, max(0.1, deadline - time.monotonic()))
-                try:
-                    shared.add(*at, mapper.map_fd(fd, nbytes), own=False)
-                finally:
-                    os.close(fd)
-
-    with ExitStack() as transient:  # descriptors and the server: gone on every path
-        try:
-            exchange.guarded("choose the handle kind", choose)
-            payloads = exchange.all_gather("handles", exchange.guarded("create the chunks", export))
-            exchange.guarded("import the chunks", attach)
-        except BaseException:
-            shared.free()
-            raise
-    return shared
-
-
-def _kind(group: Group) -> Literal["local", "fd"]:
-    return "local" if len(group.processes) == 1 else "fd"
+    def _mapped(self, address: int, nbytes: int) -> Mapped:
+        return Mapped(address, functools.partial(self._mapper.unmap, address, nbytes))
