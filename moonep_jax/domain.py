@@ -15,13 +15,12 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
-import numpy as np
 
-from moonep_jax import _ffi_cpu, env, layer, ops
+from moonep_jax import backends, env, layer, ops
+from moonep_jax.backends import Backend
 from moonep_jax.config import EPConfig
 from moonep_jax.errors import ConfigError, DomainError, message
 from moonep_jax.exchange import Exchange, KeyValueStore, namespace, open_store
-from moonep_jax.memory.host import HostMemory
 from moonep_jax.memory.hosts import gather_hosts
 from moonep_jax.memory.share import SharedMemory, share
 from moonep_jax.spec import Dispatched, DomainSpec, Plan
@@ -30,7 +29,6 @@ from moonep_jax.version import __version__
 
 _log = logging.getLogger("moonep_jax")
 _next_id = itertools.count()
-_STAGE_ALIGN = 64  # bytes; least share of the stage per expert
 
 
 class Domain:
@@ -47,6 +45,7 @@ class Domain:
     def __init__(
         self,
         spec: DomainSpec,
+        native: Any,
         shared: SharedMemory,
         store: KeyValueStore,
         process: int,
@@ -55,6 +54,7 @@ class Domain:
         parts: dict[str, int],
     ):
         self.spec = spec
+        self._native = native
         self._shared = shared
         self._store = store
         self._process = process
@@ -164,7 +164,7 @@ class Domain:
     def check(self) -> None:
         """Raises DomainError when the domain is closed or in error; synchronises nothing."""
         if self._last_error is None:
-            self._last_error = _ffi_cpu.error(self.spec.id)
+            self._last_error = self._native.error(self.spec.id)
         if self._last_error is not None:
             raise DomainError(self._last_error)
         self._open("check")
@@ -176,7 +176,7 @@ class Domain:
         """
         self.check()
         kinds = {g.index: self._shared.kind_of(g.index) for g, _ in self.spec.topology.local(self._process)}
-        return {"executed": _ffi_cpu.executed(self.spec.id), "bytes_per_rank": dict(self._parts), "memory": kinds}
+        return {"executed": self._native.executed(self.spec.id), "bytes_per_rank": dict(self._parts), "memory": kinds}
 
     def close(self) -> None:
         """Stops the domain and frees its memory. Collective over the mesh's processes; idempotent.
@@ -187,7 +187,7 @@ class Domain:
         if self._closed:
             return
         self._closed = True
-        self._last_error = _ffi_cpu.error(self.spec.id)
+        self._last_error = self._native.error(self.spec.id)
         exchange = Exchange(
             self._store,
             # Of its own, and not below the setup's: a process late in setup still deletes the keys below that one.
@@ -201,13 +201,13 @@ class Domain:
         with ExitStack() as stack:
             stack.enter_context(exchange)
             stack.callback(self._shared.free)
-            stack.callback(_ffi_cpu.stop, self.spec.id)
+            stack.callback(self._native.stop, self.spec.id)
             if self._last_error is not None:
                 exchange.leave("close")
                 return
             # No rank may lose a peer's memory while it still runs a call, nor free its own while a peer maps it.
             if exchange.all_present("close"):
-                _ffi_cpu.stop(self.spec.id)
+                self._native.stop(self.spec.id)
                 self._shared.unmap_peers()
                 exchange.all_present("unmapped")
 
@@ -269,50 +269,32 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
     store = open_store(participants)
     exchange = Exchange(store, namespace(participants), process, participants, variables.setup_timeout_s)
     with exchange, ExitStack() as undo:
-        topology, shape = exchange.guarded("check the arguments", lambda: _check(mesh, axis, config))
+        topology, backend, shape = exchange.guarded(
+            "check the arguments", lambda: _check(mesh, axis, config, process, variables)
+        )
         hosts = gather_hosts(exchange)
         exchange.describe = lambda p: topology.describe(p, hosts[p].hostname)
         versions = {"version.moonep_jax": __version__, "version.jax": jax.__version__}
         exchange.compare("compare", {**config.fingerprint(), **topology.fingerprint(), **versions})
         domain_id = _agree_on_id(exchange)
         parts = shape.chunk_bytes()
-        shared = share(exchange, topology, process, parts["total"], HostMemory(_ffi_cpu), variables, hosts)
+        shared = share(exchange, topology, process, parts["total"], backend.memory, variables, hosts)
         undo.callback(shared.free)
-        undo.callback(_ffi_cpu.stop, domain_id)
+        undo.callback(backend.module.stop, domain_id)
         spec = DomainSpec(domain_id, config, topology)
-        exchange.guarded("start", lambda: _start(spec, shape, shared, process, variables, exchange.describe))
-        domain = Domain(spec, shared, store, process, exchange.namespace, exchange.describe, parts)
+        exchange.guarded("start", lambda: _start(spec, backend, shape, shared, process, exchange.describe))
+        domain = Domain(spec, backend.module, shared, store, process, exchange.namespace, exchange.describe, parts)
         undo.pop_all()
     _log.info("%r: %s per rank", domain, ", ".join(f"{name} {count} bytes" for name, count in parts.items()))
     return domain
 
 
-def _check(mesh: jax.sharding.Mesh, axis: Any, config: EPConfig) -> tuple[Topology, Any]:
+def _check(
+    mesh: jax.sharding.Mesh, axis: Any, config: EPConfig, process: int, variables: env.Env
+) -> tuple[Topology, Backend, Any]:
     topology = Topology.from_mesh(mesh, axis)
-    if topology.platform != "cpu":
-        fix = "use a mesh of CPU devices (JAX_PLATFORMS=cpu)"
-        raise ConfigError(message("setup", "no backend for this platform", topology.platform, "cpu", fix))
-    epn = config.experts_per_rank(topology.ranks)
-    config.limits_check(topology.ranks)
-    stage = epn * config.expert_bytes
-    if config.stage_bytes is not None and config.stage_bytes < stage:
-        stage = config.stage_bytes
-        if stage < epn * _STAGE_ALIGN:
-            fix = f"raise stage_bytes to {_STAGE_ALIGN} per own expert or more"
-            raise ConfigError(message("setup", "stage_bytes too small", stage, epn * _STAGE_ALIGN, fix))
-    shape = _ffi_cpu.DomainShape(
-        ranks=topology.ranks,
-        experts=config.experts,
-        topk=config.topk,
-        tokens=config.tokens,
-        padding=config.token_padding,
-        home=config.planner == "home",
-        exact=config.combine == "exact",
-        hidden=config.hidden,
-        row_bytes=config.hidden * np.dtype(config.dtype).itemsize,
-        stage_bytes=stage,
-    )
-    return topology, shape
+    backend = backends.make(topology.platform, mesh.devices.flat, process, variables)
+    return topology, backend, backends.domain_shape(backend, config, topology.ranks)
 
 
 def _agree_on_id(exchange: Exchange) -> int:
@@ -327,26 +309,23 @@ def _agree_on_id(exchange: Exchange) -> int:
 
 def _start(
     spec: DomainSpec,
+    backend: Backend,
     shape: Any,
     shared: SharedMemory,
     process: int,
-    variables: env.Env,
     describe: Callable[[int], str],
 ) -> None:
     timeout_s, first_s = spec.config.timeouts(spec.topology.platform, len(spec.topology.processes))
     for group, member in spec.topology.local(process):
-        _ffi_cpu.add_rank(
+        backend.module.add_rank(
             domain=spec.id,
-            device=member.device_id,
+            device=backend.device_number(member),
             shape=shape,
             rank=member.rank,
             chunks=[shared.address[group.index, m.rank] for m in group.devices],
             labels=[f"rank {m.rank} (device {m.device_id} of {describe(m.process_index)})" for m in group.devices],
-            one_process=len(group.processes) == 1,
             group=f"group {group.index} of domain {spec.id}",
             timeout_s=timeout_s,
             first_call_timeout_s=first_s,
-            poison=variables.poison,
-            delay_us=variables.delay_us,
-            delay_seed=variables.delay_seed,
+            **backend.options(spec.config, len(group.processes) == 1),
         )

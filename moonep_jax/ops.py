@@ -111,9 +111,7 @@ def _combine_fwd(spec: DomainSpec, p: Plan, out: jax.Array, weights: jax.Array |
 
 def _combine_bwd(spec: DomainSpec, residuals: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array | None]:
     p, weighted = residuals
-    (rows,) = primitives.call(
-        "combine_grad", [*_route(p), dy], [((p.rows, dy.shape[1]), dy.dtype)], domain=spec.id
-    )
+    (rows,) = primitives.call("combine_grad", [*_route(p), dy], [((p.rows, dy.shape[1]), dy.dtype)], domain=spec.id)
     if weighted is None:
         return None, rows, None
     out, weights = weighted

@@ -184,6 +184,7 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("error", &Error);
   m.def("executed", &Executed);
   m.def("stop", &Stop);
+  m.def("limits", [] { return nb::dict(); });
   m.def("completer_threads", [] { return moonep::Completer::Get().threads(); });
   m.def("plan_all", &PlanAll);
 }

@@ -9,6 +9,7 @@
 namespace moonep {
 
 constexpr int kMaxRanks = 128;
+constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopk = 64;  // bits of a token's mask
 
 // Parts of the chunk whose uses follow each other in stream order; each has sync words of its own.

@@ -130,6 +130,7 @@ std::string GpuRank::Enqueue(const CallArgs& call, int64_t channel, int64_t site
            std::to_string(call.rets.size()) + ", expected at most " + std::to_string(kMaxLeaves) +
            "; stack some of them or call prefetch twice";
   }
+  enqueued_.fetch_add(1);
   DeviceGuard guard(options_.device);
   const uint32_t hash = SiteHash(static_cast<int64_t>(call.kind), channel, site);
   const int64_t rounds = Rounds(call);

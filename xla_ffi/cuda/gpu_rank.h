@@ -6,6 +6,7 @@
 
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <string>
@@ -52,6 +53,8 @@ class GpuRank {
   std::string error() const;
   const DomainShape& shape() const { return view_.shape; }
   int device() const { return options_.device; }
+  // Calls enqueued by handlers; replays of a captured graph do not come here.
+  uint64_t enqueued() const { return enqueued_.load(); }
 
  private:
   std::string Allocate();
@@ -67,6 +70,7 @@ class GpuRank {
   std::string group_;
   PlanScratch scratch_ = {};
   void* scratch_memory_ = nullptr;
+  std::atomic<uint64_t> enqueued_{0};
   ErrorRecord* record_ = nullptr;  // host address of view_.host_record
 };
 

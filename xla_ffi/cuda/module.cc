@@ -131,6 +131,19 @@ NB_MODULE(_ffi_cuda, m) {
     cudaSetDevice(before);
   });
 
+  m.def("executed", [](int64_t domain) {
+    uint64_t calls = 0;
+    for (const auto& rank : moonep::GpuRegistry::Get().RanksOf(domain)) calls += rank->enqueued();
+    return calls;
+  });
+  m.def("limits", [] {
+    nb::dict d;
+    d["ranks"] = moonep::kMaxRanks;
+    d["topk"] = moonep::kMaxTopk;
+    d["experts"] = moonep::kMaxExperts;
+    return d;
+  });
+
   // Ranks without XLA, several of them on one device: launched phase by phase, breadth-first.
   nb::class_<GpuRank>(m, "LoopbackRank")
       .def("__init__",

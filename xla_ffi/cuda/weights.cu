@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int64_t kPiece = 64 * 1024;  // bytes that a block moves at a time
-constexpr int kMaxExperts = 1024;
 constexpr int kUnroll = 8;
 
 __device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v) {
