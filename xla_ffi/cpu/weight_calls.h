@@ -95,16 +95,11 @@ class PrefetchCall final : public WeightCall {
     const int32_t epn = v.shape.epn();
     for (size_t leaf = 0; leaf < leaf_bytes_.size(); ++leaf) {
       if (In(leaf, 0) == Out(leaf, 0)) continue;  // [2*epn] in place: own experts are there, unused slots stay
-      std::memcpy(Out(leaf, 0), In(leaf, 0), static_cast<size_t>(epn * leaf_bytes_[leaf]));
-      const bool full = a_.args[leaf + 2].dims[0] != epn;
-      for (int32_t slot = 0; slot < epn; ++slot) {
+      const int64_t rows = a_.args[leaf + 2].dims[0];
+      std::memcpy(Out(leaf, 0), In(leaf, 0), static_cast<size_t>(rows * leaf_bytes_[leaf]));
+      for (int32_t slot = 0; rows == epn && slot < epn; ++slot) {
         if (SlotExpert(v, v.rank, slot) >= 0) continue;
-        std::byte* to = Out(leaf, epn + slot);
-        if (full) {
-          std::memcpy(to, In(leaf, epn + slot), static_cast<size_t>(leaf_bytes_[leaf]));
-        } else {
-          std::memset(to, 0, static_cast<size_t>(leaf_bytes_[leaf]));
-        }
+        std::memset(Out(leaf, epn + slot), 0, static_cast<size_t>(leaf_bytes_[leaf]));
       }
     }
     return "";
