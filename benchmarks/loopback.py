@@ -257,11 +257,14 @@ def bench_alone(timer: Timer, kind: str, ranks: int, experts: int, s: int, topk:
         for phase in range(4):
             group.ranks[0].launch(number, *raw, 7, 0, phase, stream)
 
-    us = timer.us(group.streams[0], run, lambda: group.ranks[0].prepost(number, *raw, 7, stream), group.sync)
+    post = lambda: group.ranks[0].prepost(number, *raw, 7, stream)  # noqa: E731
+    launch = lambda phase: group.ranks[0].launch(number, *raw, 7, 0, phase, stream)  # noqa: E731
+    us = timer.us(group.streams[0], run, post, group.sync)
+    local = timer.us(group.streams[0], lambda: launch(3), lambda: (post(), launch(0), launch(1), launch(2)), group.sync)
     group.close()
     for b in (x, w, hidden, weights, y, *idb, *(b for q in plans for b in q)):
         b.free()
-    return {"op": kind, "R": ranks, "E": experts, "s": s, "K": topk, "routing": name, "us": us}
+    return {"op": kind, "R": ranks, "E": experts, "s": s, "K": topk, "routing": name, "us": us, "local_us": local}
 
 
 def main() -> None:

@@ -1,17 +1,11 @@
 #include "xla_ffi/common/operands.h"
 
-#include <sstream>
+#include "xla_ffi/common/messages.h"
 
 namespace moonep {
 namespace {
 
-std::string Dims(const Array& a) {
-  std::ostringstream out;
-  out << "[";
-  for (size_t i = 0; i < a.dims.size(); ++i) out << (i ? "," : "") << a.dims[i];
-  out << "] of " << a.item_bytes << "-byte elements";
-  return out.str();
-}
+std::string Dims(const Array& a) { return List(a.dims) + " of " + std::to_string(a.item_bytes) + "-byte elements"; }
 
 struct Expected {
   const char* name;

@@ -41,13 +41,12 @@ MOONEP_HD inline int32_t Capacity(int32_t total, int32_t ranks, int32_t r) {
 }
 
 template <class Team>
-MOONEP_HD void StartAtHome(const Team& team, const DomainShape& d, const int32_t* totals, PlannerState s) {
-  const int32_t total = team.sum(d.experts, [&](int e) { return totals[e]; });
+MOONEP_HD void StartAtHome(const Team& team, const DomainShape& d, const int32_t* totals, const int32_t* home_rows,
+                           PlannerState s) {
+  const int32_t total = team.sum(d.ranks, [&](int r) { return home_rows[r]; });
   for (int e = team.rank(); e < d.experts; e += team.size()) s.at_home[e] = totals[e];
   for (int r = team.rank(); r < d.ranks; r += team.size()) {
-    int32_t rows = 0;
-    for (int i = 0; i < d.epn(); ++i) rows += totals[r * d.epn() + i];
-    s.balance[r] = rows - Capacity(total, d.ranks, r);
+    s.balance[r] = home_rows[r] - Capacity(total, d.ranks, r);
     s.foreign[r] = 0;
     s.giver[r] = -1;
     s.quota[r] = 0;
@@ -55,10 +54,11 @@ MOONEP_HD void StartAtHome(const Team& team, const DomainShape& d, const int32_t
   team.sync();
 }
 
-// Moves up to `most` rows of home h's hottest expert (most rows still at home) to a rank; returns how many.
-template <class Team>
-MOONEP_HD int32_t MoveHottest(const Team& team, const DomainShape& d, int32_t h, int32_t to, int32_t most, int32_t at,
-                              PlannerState s) {
+// Moves up to `most` rows of home h's hottest expert (most rows still at home) to a rank. `settle(rows)` books them where
+// the caller keeps its accounts.
+template <class Team, class Settle>
+MOONEP_HD void MoveHottest(const Team& team, const DomainShape& d, int32_t h, int32_t to, int32_t most, int32_t at,
+                           PlannerState s, Settle settle) {
   const int32_t first = h * d.epn();
   const int32_t expert = first + team.argmax(d.epn(), [&](int i) { return s.at_home[first + i]; });
   const int32_t rows = most < s.at_home[expert] ? most : s.at_home[expert];
@@ -67,8 +67,8 @@ MOONEP_HD int32_t MoveHottest(const Team& team, const DomainShape& d, int32_t h,
     s.at_home[expert] -= rows;
     s.foreign[to] += 1;
     s.moves[at] = {expert, to, rows};
+    settle(rows);
   });
-  return rows;
 }
 
 template <class Team>
@@ -78,8 +78,7 @@ MOONEP_HD int32_t LeanMoves(const Team& team, const DomainShape& d, PlannerState
     if (s.balance[h] <= 0) return count;
     const int u = team.argmax(d.ranks, [&](int r) { return -s.balance[r]; });
     const int32_t most = s.balance[h] < -s.balance[u] ? s.balance[h] : -s.balance[u];
-    const int32_t rows = MoveHottest(team, d, h, u, most, count, s);
-    team.single([&] {
+    MoveHottest(team, d, h, u, most, count, s, [&](int32_t rows) {
       s.balance[h] -= rows;
       s.balance[u] += rows;
     });
@@ -106,23 +105,23 @@ MOONEP_HD int32_t CascadeMoves(const Team& team, const DomainShape& d, PlannerSt
     for (;;) {
       const int to = team.argmax(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : 0; });
       if (s.giver[to] != h || s.quota[to] <= 0) break;
-      const int32_t rows = MoveHottest(team, d, h, to, s.quota[to], count++, s);
-      team.single([&] { s.quota[to] -= rows; });
+      MoveHottest(team, d, h, to, s.quota[to], count++, s, [&](int32_t rows) { s.quota[to] -= rows; });
     }
   }
   return count;
 }
 
-// totals [E] -> at_home and moves.
+// totals [E] and their sums by home, home_rows [R] -> at_home and moves.
 template <class Team>
-MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const int32_t* totals, PlannerState s) {
-  StartAtHome(team, d, totals, s);
+MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const int32_t* totals,
+                                  const int32_t* home_rows, PlannerState s) {
+  StartAtHome(team, d, totals, home_rows, s);
   if (d.home) return {0, false};
   const int32_t lean = LeanMoves(team, d, s);
   const int32_t too_full = team.sum(d.ranks, [&](int r) { return s.foreign[r] > d.epn() ? 1 : 0; });
   if (too_full == 0) return {lean, false};
   team.sync();
-  StartAtHome(team, d, totals, s);
+  StartAtHome(team, d, totals, home_rows, s);
   return {CascadeMoves(team, d, s), true};
 }
 

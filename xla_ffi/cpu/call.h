@@ -14,6 +14,11 @@
 
 namespace moonep {
 
+inline std::string Describe(const CallKey& key) {
+  return "ticket " + std::to_string(key.ticket) + ", channel " + std::to_string(key.channel) + ", site " +
+         std::to_string(key.site & 0xffffffffu);
+}
+
 // Parts of the chunks that calls of different kinds may use at the same time.
 enum class Region { kIds, kRows, kReturns, kSlots };
 constexpr int kRegions = 4;

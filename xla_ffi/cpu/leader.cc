@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "xla_ffi/cpu/messages.h"
+#include "xla_ffi/common/messages.h"
 
 namespace moonep {
 

@@ -58,14 +58,14 @@ class HostTables {
         totals[e] += in.counts[r][e];
       }
     }
+    for (size_t e = 0; e < experts; ++e) home_rows_[e / static_cast<size_t>(d.epn())] += totals[e];
     std::vector<int32_t> at_home(experts), balance(ranks), quota(ranks), giver(ranks), foreign(ranks);
     std::vector<Move> moves(static_cast<size_t>(MaxMoves(d)));
     const PlannerState state{at_home.data(), balance.data(), quota.data(), giver.data(), foreign.data(), moves.data()};
-    const PlannerResult result = PlanMoves(SerialTeam{}, d, totals.data(), state);
+    const PlannerResult result = PlanMoves(SerialTeam{}, d, totals.data(), home_rows_.data(), state);
     cascade_ = result.cascade;
     WriteAlloc(SerialTeam{}, d, state, result.moves, alloc_.data());
     for (int32_t e = 0; e < d.experts; ++e) BuildPrefixes(SerialTeam{}, d, tables(), e);
-    for (size_t e = 0; e < experts; ++e) home_rows_[e / static_cast<size_t>(d.epn())] += totals[e];
   }
 
   void Groups(int32_t me, const PlanArrays& out) {

@@ -2,11 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
-#include <sstream>
 #include <utility>
 
+#include "xla_ffi/common/messages.h"
 #include "xla_ffi/cpu/completer.h"
-#include "xla_ffi/cpu/messages.h"
 
 namespace moonep {
 namespace {
@@ -257,15 +256,13 @@ std::string LocalRank::TimeoutText(const Posted& posted, const std::vector<int32
       culprits += (culprits.empty() ? "" : ", ") + view_.labels[static_cast<size_t>(r)];
     }
   }
-  std::ostringstream out;
-  out << KindName(static_cast<int64_t>(key.kind)) << ": missing ranks " << List(missing) << " after "
-      << static_cast<double>(posted.limit_ns) * 1e-9 << " s; got ranks " << List(present) << " of " << view_.group
-      << ", expected all " << view_.shape.ranks << "; " << culprits
-      << (executing ? " took part but stopped moving data" : " did not make the call")
-      << " - it may have died, be stuck, or have taken another branch; if it is only slow, raise timeout_s or "
-         "first_call_timeout_s ("
-      << Describe(key) << ", seen by " << view_.labels[static_cast<size_t>(view_.rank)] << ")";
-  return out.str();
+  return std::string(KindName(static_cast<int64_t>(key.kind))) + ": missing ranks " + List(missing) + " after " +
+         Seconds(posted.limit_ns) + "; got ranks " + List(present) + " of " + view_.group + ", expected all " +
+         std::to_string(view_.shape.ranks) + "; " + culprits +
+         (executing ? " took part but stopped moving data" : " did not make the call") +
+         " - it may have died, be stuck, or have taken another branch; if it is only slow, raise timeout_s or "
+         "first_call_timeout_s (" +
+         Describe(key) + ", seen by " + view_.labels[static_cast<size_t>(view_.rank)] + ")";
 }
 
 void LocalRank::Watch() {

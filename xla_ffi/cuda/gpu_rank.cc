@@ -2,8 +2,9 @@
 
 #include <atomic>
 #include <cstring>
-#include <sstream>
 #include <utility>
+
+#include "xla_ffi/common/messages.h"
 
 namespace moonep {
 namespace {
@@ -292,37 +293,36 @@ std::string GpuRank::error() const {
   if (code == ErrorRecord::kNone) return "";
   std::atomic_thread_fence(std::memory_order_acquire);
   const ErrorRecord r = *record_;
-  std::ostringstream missing, culprits;
-  for (int i = 0; i < view_.shape.ranks; ++i) {
+  std::vector<int32_t> missing;
+  std::string culprits;
+  for (int32_t i = 0; i < view_.shape.ranks; ++i) {
     if ((r.missing[i / 64] >> (i % 64) & 1) == 0) continue;
-    missing << (missing.tellp() > 0 ? ", " : "") << i;
-    culprits << (culprits.tellp() > 0 ? ", " : "") << labels_[static_cast<size_t>(i)];
+    missing.push_back(i);
+    culprits += (culprits.empty() ? "" : ", ") + labels_[static_cast<size_t>(i)];
   }
-  std::ostringstream out;
-  out << KindName(r.kind) << ": ";
-  const std::string seen_by = r.rank >= 0 && r.rank < view_.shape.ranks ? labels_[static_cast<size_t>(r.rank)] : "?";
+  const std::string op = std::string(KindName(r.kind)) + ": ";
+  const std::string seen = " (ticket " + std::to_string(r.ticket) + ", seen by " +
+                           (r.rank >= 0 && r.rank < view_.shape.ranks ? labels_[static_cast<size_t>(r.rank)] : "?") +
+                           ")";
   switch (code) {
     case ErrorRecord::kTimeout:
-      out << "missing ranks [" << missing.str() << "] after " << static_cast<double>(r.waited_ns) * 1e-9
-          << " s; expected all " << view_.shape.ranks << " of " << group_ << "; " << culprits.str()
-          << " did not make the call - it may have died, be stuck, or have taken another branch; if it is only slow, "
-             "raise "
-             "timeout_s or first_call_timeout_s";
-      break;
+      return op + "missing ranks " + List(missing) + " after " + Seconds(static_cast<int64_t>(r.waited_ns)) +
+             "; expected all " + std::to_string(view_.shape.ranks) + " of " + group_ + "; " + culprits +
+             " did not make the call - it may have died, be stuck, or have taken another branch; if it is only slow, "
+             "raise timeout_s or first_call_timeout_s" +
+             seen;
     case ErrorRecord::kMismatch:
-      out << "ranks made different calls at the same time; got another op, place or plan from ranks [" << missing.str()
-          << "] of " << group_ << ", expected the same program order on all ranks; " << culprits.str()
-          << " differ: run the same compiled program on every rank";
-      break;
+      return op + "ranks made different calls at the same time; got another op, place or plan from ranks " +
+             List(missing) + " of " + group_ + ", expected the same program order on all ranks; " + culprits +
+             " differ: run the same compiled program on every rank" + seen;
     case ErrorRecord::kBusy:
-      out << "two calls of one kind are in flight on one device; got a second one before the first was done, expected "
-             "one after the other; order them by data, or turn concurrent command buffers off";
-      break;
+      return op +
+             "two calls of one kind are in flight on one device; got a second one before the first was done, expected "
+             "one after the other; order them by data, or turn concurrent command buffers off" +
+             seen;
     default:
-      out << "failed with code " << code;
+      return op + "failed with code " + std::to_string(code) + seen;
   }
-  out << " (ticket " << r.ticket << ", seen by " << seen_by << ")";
-  return out.str();
 }
 
 }  // namespace moonep

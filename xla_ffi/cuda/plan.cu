@@ -14,6 +14,7 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
 constexpr int kTile = 2048;  // ids per block; a tile holds whole tokens
 constexpr int kTablesThreads = 1024;
+constexpr int kBatch = 16;
 constexpr uint16_t kUnrouted = 0xffff;
 
 __device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v) {
@@ -78,11 +79,16 @@ __global__ void __launch_bounds__(kThreads) CountTiles(const __grid_constant__ R
   if (threadIdx.x == 0) a.scratch.tiles_done[source] = 0;
   for (int e = threadIdx.x; e < experts; e += blockDim.x) {
     int32_t sum = 0;
-    for (int tile = 0; tile < tiles; ++tile) {
+    for (int tile = 0; tile < tiles; tile += kBatch) {  // loads first: each alone would wait for memory
       int32_t* cell = table + static_cast<int64_t>(tile) * experts + e;
-      const int32_t here = *cell;
-      *cell = sum;
-      sum += here;
+      int32_t here[kBatch];
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) here[i] = tile + i < tiles ? cell[static_cast<int64_t>(i) * experts] : 0;
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i) {
+        if (tile + i < tiles) cell[static_cast<int64_t>(i) * experts] = sum;
+        sum += here[i];
+      }
     }
     a.scratch.count[static_cast<int64_t>(source) * experts + e] = sum;
   }
@@ -102,7 +108,8 @@ __global__ void __launch_bounds__(kTablesThreads) DecideMoves(const __grid_const
   s.quota = s.balance + d.ranks;
   s.giver = s.quota + d.ranks;
   s.foreign = s.giver + d.ranks;
-  s.moves = reinterpret_cast<Move*>(s.foreign + d.ranks);  // [E + R]
+  int32_t* home_rows = s.foreign + d.ranks;
+  s.moves = reinterpret_cast<Move*>(home_rows + d.ranks);  // [E + R]
   __shared__ int32_t moves;
   for (int e = threadIdx.x; e < d.experts; e += blockDim.x) {
     int32_t total = 0;
@@ -110,17 +117,18 @@ __global__ void __launch_bounds__(kTablesThreads) DecideMoves(const __grid_const
     totals[e] = total;
   }
   __syncthreads();
+  const WarpTeam warp;
+  for (int r = static_cast<int>(threadIdx.x) / 32; r < d.ranks; r += kTablesThreads / 32) {
+    const int32_t rows = warp.sum(d.epn(), [&](int i) { return totals[r * d.epn() + i]; });
+    if (warp.rank() == 0) a.plan.home_rows[r] = home_rows[r] = rows;
+  }
+  __syncthreads();
   if (threadIdx.x < 32) {
-    const PlannerResult result = PlanMoves(WarpTeam{}, d, totals, s);
+    const PlannerResult result = PlanMoves(warp, d, totals, home_rows, s);
     if (threadIdx.x == 0) moves = result.moves;
   }
   __syncthreads();
   WriteAlloc(BlockTeam{}, d, s, moves, a.scratch.alloc);
-  for (int r = threadIdx.x; r < d.ranks; r += blockDim.x) {
-    int32_t home = 0;
-    for (int i = 0; i < d.epn(); ++i) home += totals[r * d.epn() + i];
-    a.plan.home_rows[r] = home;
-  }
 }
 
 // A warp for each rank's groups, then one for each expert's prefixes.
@@ -262,7 +270,7 @@ cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_
   const size_t place = static_cast<size_t>(a.tile) * 4 + static_cast<size_t>(v.shape.experts) * kWarps * 2;
   CountTiles<<<grid, kThreads, histogram, stream>>>(v, a);
   if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
-  const size_t decide = (static_cast<size_t>(v.shape.experts) * 2 + static_cast<size_t>(v.shape.ranks) * 4) * 4 +
+  const size_t decide = (static_cast<size_t>(v.shape.experts) * 2 + static_cast<size_t>(v.shape.ranks) * 5) * 4 +
                         static_cast<size_t>(MaxMoves(v.shape)) * sizeof(Move);
   DecideMoves<<<1, kTablesThreads, decide, stream>>>(v, a);
   if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;

@@ -7,8 +7,11 @@
 namespace moonep {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kUnroll = 4;  // loads in flight per lane
+// Copies need few registers, so a block fills its SM; sums need more. Bytes in flight decide: threads * kUnroll * 16.
+constexpr int kCopyThreads = 1024;
+constexpr int kSumThreads = 512;
+constexpr int kUnroll = 4;     // loads in flight per lane
+constexpr int kSumUnroll = 2;  // where two blocks share an SM and its registers
 
 struct Warp {
   int64_t index, count;
@@ -27,6 +30,14 @@ __device__ inline uint64_t PrimaryMask(const int32_t* dst_rank_of_token, int top
   return static_cast<uint64_t>(__ballot_sync(0xffffffffu, high)) << 32 | __ballot_sync(0xffffffffu, low);
 }
 
+template <class V>
+__device__ inline void LoadPieces(V (&piece)[kUnroll], const std::byte* row, int64_t i, int64_t vectors) {
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) {
+    if (i + 32 * u < vectors) piece[u] = LoadOnce(reinterpret_cast<const V*>(row) + i + 32 * u);
+  }
+}
+
 // Plans come through the user's program: indices are checked before they become addresses.
 __device__ inline bool Inside(int64_t i, int64_t n) { return i >= 0 && i < n; }
 
@@ -36,7 +47,7 @@ __device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v, Part p
 
 // Each row of x is read once and stored to every distinct destination, at the row of its primary there.
 template <class V>
-__global__ void __launch_bounds__(kThreads) DispatchSend(const __grid_constant__ RankViewGpu v, DispatchArgs a) {
+__global__ void __launch_bounds__(kCopyThreads, 1) DispatchSend(const __grid_constant__ RankViewGpu v, DispatchArgs a) {
   ControlBlockGpu::PartState& part = State(v, Part::kRows);
   const int topk = v.shape.topk;
   if (part.live != 0) {
@@ -79,7 +90,8 @@ __global__ void __launch_bounds__(kThreads) DispatchSend(const __grid_constant__
 
 // Each received row is read once and stored to all rows of its chain; rows without a token become zero.
 template <class V>
-__global__ void __launch_bounds__(kThreads) DispatchExpand(const __grid_constant__ RankViewGpu v, DispatchArgs a) {
+__global__ void __launch_bounds__(kCopyThreads, 1)
+    DispatchExpand(const __grid_constant__ RankViewGpu v, DispatchArgs a) {
   ControlBlockGpu::PartState& part = State(v, Part::kRows);
   const Warp w = ThisWarp();
   const int64_t vectors = v.shape.row_bytes / static_cast<int64_t>(sizeof(V));
@@ -124,7 +136,7 @@ __global__ void __launch_bounds__(kThreads) DispatchExpand(const __grid_constant
 // combine: the rows of one token on this rank are summed and stored in the source's return buffer. exact: every row
 // travels as it is, its weight beside it.
 template <class E, class V>
-__global__ void __launch_bounds__(kThreads) CombineSend(const __grid_constant__ RankViewGpu v, CombineArgs a) {
+__global__ void __launch_bounds__(kSumThreads, 1) CombineSend(const __grid_constant__ RankViewGpu v, CombineArgs a) {
   ControlBlockGpu::PartState& part = State(v, Part::kReturns);
   if (part.live != 0) {
     const Warp w = ThisWarp();
@@ -142,25 +154,28 @@ __global__ void __launch_bounds__(kThreads) CombineSend(const __grid_constant__ 
       V* to = reinterpret_cast<V*>(v.return_row(source, assignment));
       for (int64_t i = w.lane; i < vectors; i += 32 * kUnroll) {
         V piece[kUnroll];
-        const V* first = reinterpret_cast<const V*>(a.out + row * v.shape.row_bytes);
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          if (i + 32 * u < vectors) piece[u] = LoadOnce(first + i + 32 * u);
-        }
+        LoadPieces(piece, a.out + row * v.shape.row_bytes, i, vectors);
         if (!exact) {
+          // The next row of the chain is under way while this one is added.
           Sum<E, V> sum[kUnroll];
-#pragma unroll
-          for (int u = 0; u < kUnroll; ++u) sum[u].Start(piece[u], scaled ? a.w[row] : 1.0f);
           int64_t link = a.next[row];
-          for (int steps = 1; steps < v.shape.topk && Inside(link, a.rows); ++steps) {
-            const V* more = reinterpret_cast<const V*>(a.out + link * v.shape.row_bytes);
-            const float scale = scaled ? a.w[link] : 1.0f;
+          float scale = scaled ? a.w[row] : 1.0f;
+          for (int steps = 1;; ++steps) {
+            const bool more = steps < v.shape.topk && Inside(link, a.rows);
+            V ahead[kUnroll];
+            if (more) LoadPieces(ahead, a.out + link * v.shape.row_bytes, i, vectors);
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
-              if (i + 32 * u < vectors) piece[u] = LoadOnce(more + i + 32 * u);
+              if (steps == 1) {
+                sum[u].Start(piece[u], scale);
+              } else {
+                sum[u].Add(piece[u], scale);
+              }
             }
+            if (!more) break;
 #pragma unroll
-            for (int u = 0; u < kUnroll; ++u) sum[u].Add(piece[u], scale);
+            for (int u = 0; u < kUnroll; ++u) piece[u] = ahead[u];
+            scale = scaled ? a.w[link] : 1.0f;
             link = a.next[link];
           }
 #pragma unroll
@@ -180,7 +195,7 @@ __global__ void __launch_bounds__(kThreads) CombineSend(const __grid_constant__ 
 
 // The source sums what came back, in ascending k, and rounds once.
 template <class E, class V>
-__global__ void __launch_bounds__(kThreads) CombineReduce(const __grid_constant__ RankViewGpu v, CombineArgs a) {
+__global__ void __launch_bounds__(kSumThreads, 2) CombineReduce(const __grid_constant__ RankViewGpu v, CombineArgs a) {
   ControlBlockGpu::PartState& part = State(v, Part::kReturns);
   const Warp w = ThisWarp();
   const int64_t vectors = v.shape.row_bytes / static_cast<int64_t>(sizeof(V));
@@ -206,21 +221,32 @@ __global__ void __launch_bounds__(kThreads) CombineReduce(const __grid_constant_
     V blank;
     memset(&blank, live ? 0 : 0xff, sizeof(V));
     V* y = reinterpret_cast<V*>(a.y + t * v.shape.row_bytes);
-    for (int64_t i = w.lane; i < vectors; i += 32) {
-      Sum<E, V> sum;
+    for (int64_t i = w.lane; i < vectors; i += 32 * kSumUnroll) {
+      Sum<E, V> sum[kSumUnroll];
       bool any = false;
       for (uint64_t left = summands; left != 0; left &= left - 1) {
         const int k = __ffsll(static_cast<long long>(left)) - 1;
         const float scale = scaled ? weights[t * topk + k] : 1.0f;
-        const V row = LoadOnce(reinterpret_cast<const V*>(v.return_row(v.rank, t * topk + k)) + i);
-        if (any) {
-          sum.Add(row, scale);
-        } else {
-          sum.Start(row, scale);
+        const V* row = reinterpret_cast<const V*>(v.return_row(v.rank, t * topk + k));
+        V piece[kSumUnroll];
+#pragma unroll
+        for (int u = 0; u < kSumUnroll; ++u) {
+          if (i + 32 * u < vectors) piece[u] = LoadOnce(row + i + 32 * u);
+        }
+#pragma unroll
+        for (int u = 0; u < kSumUnroll; ++u) {
+          if (any) {
+            sum[u].Add(piece[u], scale);
+          } else {
+            sum[u].Start(piece[u], scale);
+          }
         }
         any = true;
       }
-      StoreOnce(y + i, any ? sum.Rounded() : blank);
+#pragma unroll
+      for (int u = 0; u < kSumUnroll; ++u) {
+        if (i + 32 * u < vectors) StoreOnce(y + i + 32 * u, any ? sum[u].Rounded() : blank);
+      }
     }
   }
   Tail(part, [&] {
@@ -248,28 +274,28 @@ uintptr_t Address(const void* p) { return reinterpret_cast<uintptr_t>(p); }
 
 cudaError_t LaunchDispatchSend(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream) {
   return WithVector(v.shape.row_bytes, Address(a.x), [&](auto vector) {
-    DispatchSend<decltype(vector)><<<blocks, kThreads, 0, stream>>>(v, a);
+    DispatchSend<decltype(vector)><<<blocks, kCopyThreads, 0, stream>>>(v, a);
     return cudaGetLastError();
   });
 }
 
 cudaError_t LaunchDispatchExpand(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream) {
   return WithVector(v.shape.row_bytes, Address(a.hidden), [&](auto vector) {
-    DispatchExpand<decltype(vector)><<<blocks, kThreads, 0, stream>>>(v, a);
+    DispatchExpand<decltype(vector)><<<blocks, kCopyThreads, 0, stream>>>(v, a);
     return cudaGetLastError();
   });
 }
 
 cudaError_t LaunchCombineSend(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream) {
   return WithRows(a.type, v.shape.row_bytes, Address(a.out), [&](auto element, auto vector) {
-    CombineSend<decltype(element), decltype(vector)><<<blocks, kThreads, 0, stream>>>(v, a);
+    CombineSend<decltype(element), decltype(vector)><<<blocks, kSumThreads, 0, stream>>>(v, a);
     return cudaGetLastError();
   });
 }
 
 cudaError_t LaunchCombineReduce(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream) {
   return WithRows(a.type, v.shape.row_bytes, Address(a.y), [&](auto element, auto vector) {
-    CombineReduce<decltype(element), decltype(vector)><<<blocks, kThreads, 0, stream>>>(v, a);
+    CombineReduce<decltype(element), decltype(vector)><<<blocks, kSumThreads, 0, stream>>>(v, a);
     return cudaGetLastError();
   });
 }

@@ -43,22 +43,31 @@ class WarpTeam {
   template <class F, class Sink>
   __device__ int64_t scan(int n, F value, Sink sink) const {
     int64_t before = 0;
-    for (int base = 0; base < n; base += 32) {
-      const int i = base + rank();
-      const int64_t here = i < n ? value(i) : 0;
-      int64_t sum = here;
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const int64_t left = __shfl_up_sync(kAll, sum, offset);
-        if (rank() >= offset) sum += left;
+    for (int base = 0; base < n; base += 32 * kBatch) {
+      int64_t here[kBatch];  // values first: they come from memory, and each alone would wait for it
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = base + 32 * b + rank();
+        here[b] = i < n ? value(i) : 0;
       }
-      if (i < n) sink(i, before + sum - here);
-      before += __shfl_sync(kAll, sum, 31);
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        int64_t sum = here[b];
+        for (int offset = 1; offset < 32; offset *= 2) {
+          const int64_t left = __shfl_up_sync(kAll, sum, offset);
+          if (rank() >= offset) sum += left;
+        }
+        const int i = base + 32 * b + rank();
+        if (i < n) sink(i, before + sum - here[b]);
+        before += __shfl_sync(kAll, sum, 31);
+      }
     }
     return before;
   }
 
  private:
   static constexpr unsigned kAll = 0xffffffffu;
+  static constexpr int kBatch = 4;
 };
 
 class BlockTeam {

@@ -1,0 +1,26 @@
+// Words that error texts share. Strings only: a C++ stream inside a Python module meets whatever locale and C++ library
+// the process has.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+namespace moonep {
+
+// "[1, 2, 3]"
+template <class Int>
+std::string List(const std::vector<Int>& values) {
+  std::string out = "[";
+  for (size_t i = 0; i < values.size(); ++i) out += (i ? ", " : "") + std::to_string(values[i]);
+  return out + "]";
+}
+
+inline std::string Seconds(int64_t ns) {
+  char text[32];
+  std::snprintf(text, sizeof(text), "%g s", static_cast<double>(ns) * 1e-9);
+  return text;
+}
+
+}  // namespace moonep
