@@ -23,6 +23,23 @@ __device__ inline Warp ThisWarp() {
           static_cast<int>(threadIdx.x) % 32};
 }
 
+// Chains differ in length, so warps take work as they get free: segments of rows, a row's side by side. The next item is
+// asked for before the present one is worked on, which hides the way to memory.
+constexpr int kSegment = 32 * kUnroll * 2;  // vectors
+template <class Body>
+__device__ inline void ForSegments(ControlBlockGpu::PartState& part, int64_t rows, int64_t vectors, Body body) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t segments = (vectors + kSegment - 1) / kSegment;
+  uint32_t ahead = lane == 0 ? atomicAdd(&part.next, 1u) : 0;
+  for (;;) {
+    const int64_t item = __shfl_sync(0xffffffffu, ahead, 0);
+    if (item >= rows * segments) return;
+    if (lane == 0) ahead = atomicAdd(&part.next, 1u);
+    const int64_t first = item % segments * kSegment;
+    body(item / segments, first, min(first + kSegment, vectors));
+  }
+}
+
 // Bit k: assignment k of the token is a primary (see core/placement.h). All lanes call it; topk <= kMaxTopk.
 __device__ inline uint64_t PrimaryMask(const int32_t* dst_rank_of_token, int topk, int lane) {
   const bool low = lane < topk && IsPrimary(dst_rank_of_token, lane);
@@ -93,40 +110,36 @@ template <class V>
 __global__ void __launch_bounds__(kCopyThreads, 1)
     DispatchExpand(const __grid_constant__ RankViewGpu v, DispatchArgs a) {
   ControlBlockGpu::PartState& part = State(v, Part::kRows);
-  const Warp w = ThisWarp();
+  const int lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t vectors = v.shape.row_bytes / static_cast<int64_t>(sizeof(V));
   const bool live = part.live != 0;
   V blank;
   memset(&blank, live ? 0 : 0xff, sizeof(V));  // all bits set: NaN in every float type
-  for (int64_t row = w.index; row < a.rows; row += w.count) {
+  ForSegments(part, a.rows, vectors, [&](int64_t row, int64_t begin, int64_t end) {
     V* to = reinterpret_cast<V*>(a.hidden + row * v.shape.row_bytes);
     const bool empty = !live || a.src[row] < 0;
-    if (a.weights != nullptr && w.lane == 0) {
+    if (a.weights != nullptr && lane == 0 && begin == 0) {
       a.weights[row] = empty ? (live ? 0.0f : __int_as_float(-1)) : v.weights(v.rank)[row];
     }
     if (empty) {
-      for (int64_t i = w.lane; i < vectors; i += 32) StoreOnce(to + i, blank);
-      continue;
+      for (int64_t i = begin + lane; i < end; i += 32) StoreOnce(to + i, blank);
+      return;
     }
-    if (a.primary[row] != row) continue;  // stored with its primary
-    const V* from = reinterpret_cast<const V*>(v.row(v.rank, row));
-    for (int64_t i = w.lane; i < vectors; i += 32 * kUnroll) {
+    if (a.primary[row] != row) return;  // stored with its primary
+    for (int64_t i = begin + lane; i < end; i += 32 * kUnroll) {
       V piece[kUnroll];
-#pragma unroll
-      for (int u = 0; u < kUnroll; ++u) {
-        if (i + 32 * u < vectors) piece[u] = LoadOnce(from + i + 32 * u);
-      }
+      LoadPieces(piece, v.row(v.rank, row), i, end);
       int64_t link = row;
       for (int steps = 0; steps < v.shape.topk && Inside(link, a.rows); ++steps) {
         V* out = reinterpret_cast<V*>(a.hidden + link * v.shape.row_bytes);
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          if (i + 32 * u < vectors) StoreOnce(out + i + 32 * u, piece[u]);
+          if (i + 32 * u < end) StoreOnce(out + i + 32 * u, piece[u]);
         }
         link = a.next[link];
       }
     }
-  }
+  });
   Tail(part, [&] {
     if (part.live != 0) PublishConsumed(v, Part::kRows, part);
     part.busy = 0;
@@ -139,22 +152,22 @@ template <class E, class V>
 __global__ void __launch_bounds__(kSumThreads, 1) CombineSend(const __grid_constant__ RankViewGpu v, CombineArgs a) {
   ControlBlockGpu::PartState& part = State(v, Part::kReturns);
   if (part.live != 0) {
-    const Warp w = ThisWarp();
+    const int lane = static_cast<int>(threadIdx.x) % 32;
     const int64_t vectors = v.shape.row_bytes / static_cast<int64_t>(sizeof(V));
     const int64_t per_rank = a.tokens * v.shape.topk;
     const bool exact = v.shape.exact;
     const bool scaled = a.returned == nullptr;
-    for (int64_t row = w.index; row < a.rows; row += w.count) {
+    ForSegments(part, a.rows, vectors, [&](int64_t row, int64_t begin, int64_t end) {
       const int64_t id = a.src[row];
-      if (!Inside(id, per_rank * v.shape.ranks)) continue;
+      if (!Inside(id, per_rank * v.shape.ranks)) return;
       const int32_t source = static_cast<int32_t>(id / per_rank);
       const int64_t assignment = id % per_rank;
-      if (w.lane == 0 && (exact || !scaled)) v.return_weights(source)[assignment] = a.w[row];
-      if (!exact && a.primary[row] != row) continue;
+      if (lane == 0 && begin == 0 && (exact || !scaled)) v.return_weights(source)[assignment] = a.w[row];
+      if (!exact && a.primary[row] != row) return;
       V* to = reinterpret_cast<V*>(v.return_row(source, assignment));
-      for (int64_t i = w.lane; i < vectors; i += 32 * kUnroll) {
+      for (int64_t i = begin + lane; i < end; i += 32 * kUnroll) {
         V piece[kUnroll];
-        LoadPieces(piece, a.out + row * v.shape.row_bytes, i, vectors);
+        LoadPieces(piece, a.out + row * v.shape.row_bytes, i, end);
         if (!exact) {
           // The next row of the chain is under way while this one is added.
           Sum<E, V> sum[kUnroll];
@@ -163,7 +176,7 @@ __global__ void __launch_bounds__(kSumThreads, 1) CombineSend(const __grid_const
           for (int steps = 1;; ++steps) {
             const bool more = steps < v.shape.topk && Inside(link, a.rows);
             V ahead[kUnroll];
-            if (more) LoadPieces(ahead, a.out + link * v.shape.row_bytes, i, vectors);
+            if (more) LoadPieces(ahead, a.out + link * v.shape.row_bytes, i, end);
 #pragma unroll
             for (int u = 0; u < kUnroll; ++u) {
               if (steps == 1) {
@@ -183,10 +196,10 @@ __global__ void __launch_bounds__(kSumThreads, 1) CombineSend(const __grid_const
         }
 #pragma unroll
         for (int u = 0; u < kUnroll; ++u) {
-          if (i + 32 * u < vectors) to[i + 32 * u] = piece[u];
+          if (i + 32 * u < end) to[i + 32 * u] = piece[u];
         }
       }
-    }
+    });
   }
   Tail(part, [&] {
     if (part.live != 0) PublishArrived(v, Part::kReturns, part);

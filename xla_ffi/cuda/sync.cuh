@@ -136,6 +136,7 @@ __device__ inline void Tail(ControlBlockGpu::PartState& part, F publish) {
   __threadfence();  // this block's writes, seen by the block that publishes ...
   if (atomicAdd(&part.blocks, 1u) + 1 != gridDim.x) return;
   part.blocks = 0;
+  part.next = 0;
   __threadfence();  // ... which is cumulative: the release below covers them all
   publish();
 }
