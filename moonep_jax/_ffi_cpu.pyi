@@ -36,7 +36,6 @@ def add_rank(
     chunks: list[int],
     labels: list[str],
     group: str,
-    one_process: bool,
     timeout_s: float,
     first_call_timeout_s: float,
     poison: bool,

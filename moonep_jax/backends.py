@@ -31,7 +31,7 @@ class Backend(Protocol):
         """The number by which XLA tells a handler this device."""
         ...
 
-    def options(self, config: EPConfig, one_process: bool) -> dict[str, Any]:
+    def options(self, config: EPConfig) -> dict[str, Any]:
         """Arguments of add_rank that other platforms do not have."""
         ...
 
@@ -48,15 +48,10 @@ class CpuBackend:
         """XLA:CPU gives handlers the global device id."""
         return member.device_id
 
-    def options(self, config: EPConfig, one_process: bool) -> dict[str, Any]:
-        """Test settings, and whether launches have one number by construction."""
+    def options(self, config: EPConfig) -> dict[str, Any]:
+        """Test settings."""
         v = self._variables
-        return {
-            "one_process": one_process,
-            "poison": v.poison,
-            "delay_us": v.delay_us,
-            "delay_seed": v.delay_seed,
-        }
+        return {"poison": v.poison, "delay_us": v.delay_us, "delay_seed": v.delay_seed}
 
 
 class GpuBackend:
@@ -71,7 +66,7 @@ class GpuBackend:
         """XLA:GPU gives handlers the ordinal among the process's devices."""
         return self._ordinals[member.device_id]
 
-    def options(self, config: EPConfig, one_process: bool) -> dict[str, Any]:
+    def options(self, config: EPConfig) -> dict[str, Any]:
         """Grids: 0 is the library's choice."""
         return {"link_blocks": config.num_sms or 0, "local_blocks": config.local_sms or 0}
 

@@ -181,9 +181,13 @@ class Domain:
     def close(self) -> None:
         """Stops the domain and frees its memory. Collective over the mesh's processes; idempotent.
 
-        Calls in flight fail with "domain closed". With the domain in error nothing waits for other processes. Never
-        called by the interpreter: a domain that is not closed is freed with the process.
+        Calls in flight fail with "domain closed". With the domain in error nothing waits for other processes, except
+        for a few seconds until they have read why. Never called by the interpreter: a domain that is not closed is
+        freed with the process.
         """
+        self._close(together=True)
+
+    def _close(self, together: bool) -> None:
         if self._closed:
             return
         self._closed = True
@@ -202,7 +206,7 @@ class Domain:
             stack.enter_context(exchange)
             stack.callback(self._shared.free)
             stack.callback(self._native.stop, self.spec.id)
-            if self._last_error is not None:
+            if self._last_error is not None or not together:
                 exchange.leave("close")
                 return
             # No rank may lose a peer's memory while it still runs a call, nor free its own while a peer maps it.
@@ -217,7 +221,8 @@ class Domain:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        # An exception may be this process's alone: the others may never come, and must not wait for it either.
+        self._close(together=error is None)
 
     def __del__(self) -> None:
         # Closing is collective, and the garbage collector is not: only say so.
@@ -273,9 +278,11 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
             "check the arguments", lambda: _check(mesh, axis, config, process, variables)
         )
         hosts = gather_hosts(exchange)
+        # Meshes first: ranks can be named alike everywhere only if all processes mean the same ones.
+        exchange.compare("compare the meshes", topology.fingerprint())
         exchange.describe = lambda p: topology.describe(p, hosts[p].hostname)
         versions = {"version.moonep_jax": __version__, "version.jax": jax.__version__}
-        exchange.compare("compare", {**config.fingerprint(), **topology.fingerprint(), **versions})
+        exchange.compare("compare the configs", {**config.fingerprint(), **versions})
         domain_id = _agree_on_id(exchange)
         parts = shape.chunk_bytes()
         shared = share(exchange, topology, process, parts["total"], backend.memory, variables, hosts)
@@ -327,5 +334,5 @@ def _start(
             group=f"group {group.index} of domain {spec.id}",
             timeout_s=timeout_s,
             first_call_timeout_s=first_s,
-            **backend.options(spec.config, len(group.processes) == 1),
+            **backend.options(spec.config),
         )

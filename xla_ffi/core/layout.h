@@ -7,9 +7,8 @@
 
 namespace moonep {
 
-MOONEP_HD constexpr int64_t AlignUp(int64_t value, int64_t multiple) {
-  return (value + multiple - 1) / multiple * multiple;
-}
+// `multiple` is a power of two.
+MOONEP_HD constexpr int64_t AlignUp(int64_t value, int64_t multiple) { return (value + multiple - 1) & -multiple; }
 
 // Static numbers of one domain; equal on all ranks (setup compares them).
 struct DomainShape {

@@ -70,11 +70,12 @@ MOONEP_HD int32_t BuildGroups(const Team& team, const DomainShape& d, const Plan
   const int64_t own =
       team.scan(epn, [&](int i) { return padded(first + i); }, [&](int i, int64_t row) { set(i, first + i, row); });
   // Slots and rows in one scan: slots above bit 40, rows below.
-  auto foreign = [&](int e) { return d.home_of(e) != rank && t.alloc[cell(e)] > 0; };
+  auto is_own = [&](int e) { return e >= first && e < first + epn; };
+  auto foreign = [&](int e) { return !is_own(e) && t.alloc[cell(e)] > 0; };
   const int64_t all = team.scan(
       d.experts, [&](int e) { return foreign(e) ? (int64_t{1} << 40) + padded(e) : int64_t{0}; },
       [&](int e, int64_t before) {
-        if (d.home_of(e) == rank) return;
+        if (is_own(e)) return;
         if (!foreign(e)) {
           t.group_row[cell(e)] = -1;
           return;
@@ -96,17 +97,26 @@ MOONEP_HD inline Place Locate(const DomainShape& d, const PlanTables& t, int32_t
   const int32_t local = LocalRows(d, t, expert, source);
   if (i < local) return {source, t.group_row[first + source] + i};
   const int32_t g = t.src_prefix[static_cast<int64_t>(source) * d.experts + expert] + (i - local);
-  // The last rank whose places start at or before g; ranks without places share the start of the next one.
+  // The last rank whose places start at or before g; ranks without places share the start of the next one. Halving
+  // until few are left, then all of them at once: loads that do not wait for each other.
+  constexpr int32_t kFew = 8;
+  const int32_t* starts = t.dst_prefix + first;
   int32_t low = 0;
   int32_t high = d.ranks - 1;
-  while (low < high) {
+  while (high - low >= kFew) {
     const int32_t mid = (low + high + 1) / 2;
-    if (t.dst_prefix[first + mid] <= g) {
+    if (starts[mid] <= g) {
       low = mid;
     } else {
       high = mid - 1;
     }
   }
+  int32_t later = 0;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int32_t k = 1; k < kFew; ++k) later += low + k <= high && starts[low + k] <= g ? 1 : 0;
+  low += later;
   const int32_t position = LocalRows(d, t, expert, low) + (g - t.dst_prefix[first + low]);
   return {low, t.group_row[first + low] + position};
 }

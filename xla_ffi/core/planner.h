@@ -54,14 +54,15 @@ MOONEP_HD void StartAtHome(const Team& team, const DomainShape& d, const int32_t
   team.sync();
 }
 
-// Moves up to `most` rows of home h's hottest expert (most rows still at home) to a rank. `settle(rows)` books them where
-// the caller keeps its accounts.
+// Moves up to `most` rows of home h's hottest expert (most rows still at home) to a rank. `settle(rows)` books them
+// where the caller keeps its accounts.
 template <class Team, class Settle>
 MOONEP_HD void MoveHottest(const Team& team, const DomainShape& d, int32_t h, int32_t to, int32_t most, int32_t at,
                            PlannerState s, Settle settle) {
   const int32_t first = h * d.epn();
-  const int32_t expert = first + team.argmax(d.epn(), [&](int i) { return s.at_home[first + i]; });
-  const int32_t rows = most < s.at_home[expert] ? most : s.at_home[expert];
+  const Largest hottest = team.largest(d.epn(), [&](int i) { return s.at_home[first + i]; });
+  const int32_t expert = first + hottest.index;
+  const int32_t rows = most < hottest.value ? most : hottest.value;
   team.sync();
   team.single([&] {
     s.at_home[expert] -= rows;
@@ -74,13 +75,13 @@ MOONEP_HD void MoveHottest(const Team& team, const DomainShape& d, int32_t h, in
 template <class Team>
 MOONEP_HD int32_t LeanMoves(const Team& team, const DomainShape& d, PlannerState s) {
   for (int32_t count = 0;; ++count) {
-    const int h = team.argmax(d.ranks, [&](int r) { return s.balance[r]; });
-    if (s.balance[h] <= 0) return count;
-    const int u = team.argmax(d.ranks, [&](int r) { return -s.balance[r]; });
-    const int32_t most = s.balance[h] < -s.balance[u] ? s.balance[h] : -s.balance[u];
-    MoveHottest(team, d, h, u, most, count, s, [&](int32_t rows) {
-      s.balance[h] -= rows;
-      s.balance[u] += rows;
+    const Largest h = team.largest(d.ranks, [&](int r) { return s.balance[r]; });
+    const Largest u = team.largest(d.ranks, [&](int r) { return -s.balance[r]; });
+    if (h.value <= 0) return count;
+    const int32_t most = h.value < u.value ? h.value : u.value;
+    MoveHottest(team, d, h.index, u.index, most, count, s, [&](int32_t rows) {
+      s.balance[h.index] = h.value - rows;
+      s.balance[u.index] = rows - u.value;
     });
   }
 }
@@ -89,23 +90,24 @@ template <class Team>
 MOONEP_HD int32_t CascadeMoves(const Team& team, const DomainShape& d, PlannerState s) {
   // Each receiver gets one giver; a giver may go below its capacity and then becomes a receiver itself.
   for (;;) {
-    const int h = team.argmax(d.ranks, [&](int r) { return s.balance[r]; });
-    if (s.balance[h] <= 0) break;
-    const int u = team.argmax(d.ranks, [&](int r) { return -s.balance[r]; });
+    const Largest h = team.largest(d.ranks, [&](int r) { return s.balance[r]; });
+    const Largest u = team.largest(d.ranks, [&](int r) { return -s.balance[r]; });
+    if (h.value <= 0) break;
     team.sync();
     team.single([&] {
-      s.giver[u] = h;
-      s.quota[u] = -s.balance[u];
-      s.balance[h] += s.balance[u];
-      s.balance[u] = 0;
+      s.giver[u.index] = h.index;
+      s.quota[u.index] = u.value;
+      s.balance[h.index] = h.value - u.value;
+      s.balance[u.index] = 0;
     });
   }
   int32_t count = 0;
   for (int h = 0; h < d.ranks; ++h) {
     for (;;) {
-      const int to = team.argmax(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : 0; });
-      if (s.giver[to] != h || s.quota[to] <= 0) break;
-      MoveHottest(team, d, h, to, s.quota[to], count++, s, [&](int32_t rows) { s.quota[to] -= rows; });
+      const Largest to = team.largest(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : 0; });
+      if (to.value <= 0) break;
+      MoveHottest(team, d, h, to.index, to.value, count++, s,
+                  [&](int32_t rows) { s.quota[to.index] = to.value - rows; });
     }
   }
   return count;
@@ -128,11 +130,11 @@ MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const 
 // alloc [E, R], rows of expert e that rank d computes, from the moves. The team may be another one than the planner's.
 template <class Team>
 MOONEP_HD void WriteAlloc(const Team& team, const DomainShape& d, PlannerState s, int32_t moves, int32_t* alloc) {
-  for (int64_t i = team.rank(); i < static_cast<int64_t>(d.experts) * d.ranks; i += team.size()) {
-    const int32_t expert = static_cast<int32_t>(i / d.ranks);
-    alloc[i] = i % d.ranks == d.home_of(expert) ? s.at_home[expert] : 0;
-  }
+  for (int64_t i = team.rank(); i < static_cast<int64_t>(d.experts) * d.ranks; i += team.size()) alloc[i] = 0;
   team.sync();
+  for (int e = team.rank(); e < d.experts; e += team.size()) {
+    alloc[static_cast<int64_t>(e) * d.ranks + d.home_of(e)] = s.at_home[e];
+  }
   for (int i = team.rank(); i < moves; i += team.size()) {
     alloc[static_cast<int64_t>(s.moves[i].expert) * d.ranks + s.moves[i].to] = s.moves[i].rows;
   }

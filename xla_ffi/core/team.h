@@ -1,6 +1,6 @@
 // The threads that run an algorithm of this folder together: one on the host, one warp or one block on a device.
 //
-// The planner is written once against this concept: rank(), size(), sync(), single(f), sum(n, f), argmax(n, f), and
+// The planner is written once against this concept: rank(), size(), sync(), single(f), sum(n, f), largest(n, f), and
 // scan(n, f, sink). Nothing in xla_ffi/core includes XLA or CUDA headers.
 #pragma once
 
@@ -13,6 +13,11 @@
 #endif
 
 namespace moonep {
+
+struct Largest {
+  int32_t value;
+  int32_t index;
+};
 
 struct SerialTeam {
   MOONEP_HD int rank() const { return 0; }
@@ -32,12 +37,13 @@ struct SerialTeam {
     return total;
   }
 
-  // Index of the largest value(i), i in [0, n); ties go to the lowest index.
+  // The largest value(i), i in [0, n), and where it is; ties go to the lowest index.
   template <class F>
-  MOONEP_HD int argmax(int n, F value) const {
-    int best = 0;
+  MOONEP_HD Largest largest(int n, F value) const {
+    Largest best{value(0), 0};
     for (int i = 1; i < n; ++i) {
-      if (value(i) > value(best)) best = i;
+      const int32_t v = value(i);
+      if (v > best.value) best = {v, i};
     }
     return best;
   }

@@ -35,7 +35,6 @@ struct RankView {
   DomainShape shape;
   ChunkLayout layout;
   int32_t rank = 0;
-  bool one_process = false;         // all members of the group are in this process
   bool poison = false;              // fill outputs and own staging with NaN bytes before use (tests)
   std::vector<std::byte*> chunks;   // [ranks]
   std::vector<std::string> labels;  // [ranks] "rank 2 (process 1)", for messages
@@ -63,7 +62,7 @@ class Call {
 
   CallKey key;
   uint64_t signature = 0;  // hash of static numbers that must be equal on all ranks
-  uint64_t launch = 0;     // the program launch that the call is part of (XLA's run id); never 0
+  uint64_t launch = 0;     // the program launch that the call is part of (XLA's run id)
   std::function<void(const Failure&)> done;
 };
 

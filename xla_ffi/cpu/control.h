@@ -95,7 +95,7 @@ struct alignas(64) PostSlot {
 
 struct alignas(64) LogEntry {
   SharedKey key;
-  std::atomic<uint64_t> launch;  // 0: the oldest call of this key
+  std::atomic<uint64_t> launch;
 };
 
 struct ControlBlock {

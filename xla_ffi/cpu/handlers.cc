@@ -14,9 +14,6 @@ namespace ffi = xla::ffi;
 
 namespace {
 
-// Tells a launch from 0, which the log uses for "the oldest call of this key".
-constexpr uint64_t kLaunchBit = uint64_t{1} << 63;
-
 using moonep::Failure;
 using moonep::Kind;
 
@@ -67,7 +64,7 @@ ffi::Future Submit(int32_t device, ffi::RunId run, int64_t domain, int64_t kind_
   }
   call->key = {static_cast<uint64_t>(kind_number), static_cast<uint64_t>(channel), static_cast<uint64_t>(site),
                static_cast<uint64_t>(ticket)};
-  call->launch = static_cast<uint64_t>(run.run_id) | kLaunchBit;
+  call->launch = static_cast<uint64_t>(run.run_id);
   call->done = [promise](const Failure& failure) mutable {
     if (failure) {
       promise.SetError(ToError(failure));

@@ -7,7 +7,7 @@
 
 namespace moonep {
 
-Leader::Leader(const RankView& view) : view_(view), block_(view.control(0)), launches_agree_(view.one_process) {
+Leader::Leader(const RankView& view) : view_(view), block_(view.control(0)) {
   seen_slots_.resize(view_.chunks.size());
   for (auto& slots : seen_slots_) slots.fill(0);
 }
@@ -57,7 +57,7 @@ bool Leader::Match(Failure* failure) {
       }
       LogEntry& entry = block_.log[head % ControlBlock::kLog];
       entry.key.Set(it->first);
-      entry.launch.store(launches_agree_ ? picked[0].launch : 0, std::memory_order_relaxed);
+      entry.launch.store(picked[0].launch, std::memory_order_relaxed);
       block_.log_head.store(++head);
       appended = true;
     }
@@ -70,14 +70,15 @@ bool Leader::Match(Failure* failure) {
   return found || appended;
 }
 
-// Takes one call of each rank, if all ranks have one that belongs together. A launch has one number in a process, and
-// so far the same one on all processes; a JAX where that is not so is told by the first match, and then the oldest
-// calls match.
+// Takes one call of each rank, if all ranks have one of the same launch. XLA numbers a program's launches alike on all
+// devices and processes, so launches that nobody waits for, or that processes start in another order, are never mixed.
 bool Leader::PickCalls(std::vector<std::deque<Seen>>& queues, std::vector<Seen>* picked) {
-  for (const auto& queue : queues) {
-    if (queue.empty()) return false;
-  }
-  auto take = [&](auto find) {
+  for (const Seen& first : queues[0]) {
+    const uint64_t launch = first.launch;
+    auto find = [launch](std::deque<Seen>& queue) {
+      return std::find_if(queue.begin(), queue.end(), [launch](const Seen& s) { return s.launch == launch; });
+    };
+    if (!std::all_of(queues.begin(), queues.end(), [&](std::deque<Seen>& q) { return find(q) != q.end(); })) continue;
     picked->clear();
     for (auto& queue : queues) {
       auto at = find(queue);
@@ -85,18 +86,8 @@ bool Leader::PickCalls(std::vector<std::deque<Seen>>& queues, std::vector<Seen>*
       queue.erase(at);
     }
     return true;
-  };
-  for (const Seen& first : queues[0]) {
-    const uint64_t launch = first.launch;
-    auto find = [launch](std::deque<Seen>& queue) {
-      return std::find_if(queue.begin(), queue.end(), [launch](const Seen& s) { return s.launch == launch; });
-    };
-    if (!std::all_of(queues.begin(), queues.end(), [&](std::deque<Seen>& q) { return find(q) != q.end(); })) continue;
-    launches_agree_ = true;
-    return take(find);
   }
-  if (launches_agree_) return false;
-  return take([](std::deque<Seen>& queue) { return queue.begin(); });
+  return false;
 }
 
 }  // namespace moonep

@@ -35,7 +35,6 @@ class Leader {
   ControlBlock& block_;
   std::vector<std::array<uint64_t, ControlBlock::kSlots>> seen_slots_;  // [ranks] order of the post last seen
   std::map<CallKey, std::vector<std::deque<Seen>>> unmatched_;          // [ranks] queues
-  bool launches_agree_;  // from the first time on that this is seen, only calls of one launch match
 };
 
 }  // namespace moonep

@@ -38,8 +38,7 @@ ChunkLayout LayoutOf(const DomainShape& shape) { return ChunkLayout::Of(shape, s
 
 void AddRank(int64_t domain, int64_t device, const DomainShape& shape, int32_t rank,
              const std::vector<uintptr_t>& chunks, const std::vector<std::string>& labels, const std::string& group,
-             bool one_process, double timeout_s, double first_call_timeout_s, bool poison, int64_t delay_us,
-             uint64_t delay_seed) {
+             double timeout_s, double first_call_timeout_s, bool poison, int64_t delay_us, uint64_t delay_seed) {
   if (static_cast<int32_t>(chunks.size()) != shape.ranks || labels.size() != chunks.size()) {
     throw std::invalid_argument("setup: one chunk and one label per rank; got " + std::to_string(chunks.size()) +
                                 " and " + std::to_string(labels.size()) + ", expected " + std::to_string(shape.ranks));
@@ -48,7 +47,6 @@ void AddRank(int64_t domain, int64_t device, const DomainShape& shape, int32_t r
   view.shape = shape;
   view.layout = LayoutOf(shape);
   view.rank = rank;
-  view.one_process = one_process;
   view.poison = poison;
   for (uintptr_t chunk : chunks) view.chunks.push_back(reinterpret_cast<std::byte*>(chunk));
   view.labels = labels;
@@ -179,8 +177,8 @@ NB_MODULE(_ffi_cpu, m) {
         [](uintptr_t address, int64_t bytes) { munmap(reinterpret_cast<void*>(address), static_cast<size_t>(bytes)); });
 
   m.def("add_rank", &AddRank, nb::kw_only(), nb::arg("domain"), nb::arg("device"), nb::arg("shape"), nb::arg("rank"),
-        nb::arg("chunks"), nb::arg("labels"), nb::arg("group"), nb::arg("one_process"), nb::arg("timeout_s"),
-        nb::arg("first_call_timeout_s"), nb::arg("poison"), nb::arg("delay_us"), nb::arg("delay_seed"));
+        nb::arg("chunks"), nb::arg("labels"), nb::arg("group"), nb::arg("timeout_s"), nb::arg("first_call_timeout_s"),
+        nb::arg("poison"), nb::arg("delay_us"), nb::arg("delay_seed"));
   m.def("error", &Error);
   m.def("executed", &Executed);
   m.def("stop", &Stop);

@@ -112,6 +112,16 @@ bool LocalRank::PostCalls() {
       continue;
     }
     const CallKey key = it->call->key;
+    if (InFlight(*it->call)) {
+      Raise(
+          {Failure::kInvalid, std::string(KindName(static_cast<int64_t>(key.kind))) +
+                                  ": two calls of one place in the program are in flight; got a second one before the "
+                                  "first was done (" +
+                                  Describe(key) + ", " + view_.labels[static_cast<size_t>(view_.rank)] +
+                                  "), expected one after the other; give independent calls a channel each: a function "
+                                  "that is compiled once and applied twice has one place"});
+      return true;
+    }
     Posted posted;
     posted.slot = free_slots_.back();
     free_slots_.pop_back();
@@ -154,8 +164,7 @@ bool LocalRank::BeginEntry() {
   const CallKey key = entry.key.Get();
   const uint64_t launch = entry.launch.load(std::memory_order_relaxed);
   std::deque<Posted>& calls = posted_[key];
-  auto it = std::find_if(calls.begin(), calls.end(),
-                         [launch](const Posted& p) { return launch == 0 || p.call->launch == launch; });
+  auto it = std::find_if(calls.begin(), calls.end(), [launch](const Posted& p) { return p.call->launch == launch; });
   if (it == calls.end()) {
     Raise({Failure::kInternal, std::string(KindName(static_cast<int64_t>(key.kind))) + ": the log names a call that " +
                                    view_.labels[static_cast<size_t>(view_.rank)] + " did not post (" + Describe(key) +
@@ -211,6 +220,15 @@ bool LocalRank::Advance() {
   }
   if (!wrong.empty()) Raise({Failure::kInvalid, std::move(wrong)});
   return true;
+}
+
+// Calls of one place and launch that depend on each other through data are never in flight together. Others could meet
+// the wrong partner on another rank, so they are an error, not a guess.
+bool LocalRank::InFlight(const Call& call) const {
+  const auto same = [&call](const Posted& p) { return p.call->key == call.key && p.call->launch == call.launch; };
+  if (phase_ != Phase::kIdle && same(current_)) return true;
+  const auto it = posted_.find(call.key);
+  return it != posted_.end() && std::any_of(it->second.begin(), it->second.end(), same);
 }
 
 bool LocalRank::HasPosted(int32_t rank, const Call& call, bool same_launch) const {

@@ -3,7 +3,7 @@
 // A handler only submits. The thread posts the call's key in shared memory; the leader appends a key to its log once
 // every rank has posted it; every rank executes the log in order. So an entry exists only when all ranks hold its
 // operands, all ranks agree on the order, and no XLA thread ever waits. Calls of one key match within one launch of the
-// program, first in, first out.
+// program.
 #pragma once
 
 #include <array>
@@ -71,6 +71,7 @@ class LocalRank {
   bool AllReached(uint64_t step) const;
   void AdoptError();
   void Watch();
+  bool InFlight(const Call& call) const;
   bool HasPosted(int32_t rank, const Call& call, bool same_launch) const;
   std::vector<int32_t> Missing(const Posted& posted) const;
   std::string TimeoutText(const Posted& posted, const std::vector<int32_t>& missing) const;

@@ -45,7 +45,6 @@ struct ControlBlockGpu {
     uint32_t live;    // 0: the call failed; its kernels touch no peer and poison its outputs
     uint32_t busy;    // a call is between its first and its last kernel
     uint32_t blocks;  // blocks of the running kernel that are done
-    uint32_t next;    // work items of the running kernel that are taken
     int32_t kind;
     int32_t ticket;
   } part[kParts];

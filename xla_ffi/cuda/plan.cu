@@ -12,26 +12,40 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kTile = 2048;  // ids per block; a tile holds whole tokens
+constexpr int kTile = 2048;  // most ids per block; a tile holds whole tokens
+constexpr int kRounds = kTile / kThreads;
 constexpr int kTablesThreads = 1024;
 constexpr int kBatch = 16;
 constexpr uint16_t kUnrouted = 0xffff;
+constexpr int kPushThreads = 256;
 
 __device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v) {
   return v.own().part[static_cast<int>(Part::kIds)];
 }
 
-__global__ void __launch_bounds__(kThreads) PushIds(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
+__device__ inline uint32_t Pack(int32_t id, int32_t experts) {
+  return id >= 0 && id < experts ? static_cast<uint32_t>(id) : kUnrouted;
+}
+
+__global__ void __launch_bounds__(kPushThreads) PushIds(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
   ControlBlockGpu::PartState& part = State(v);
   if (part.live != 0) {
     const int64_t n = a.tokens * v.shape.topk;
     const uint32_t parity = part.epoch & 1;
-    for (int64_t i = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; i < n;
-         i += static_cast<int64_t>(gridDim.x) * blockDim.x) {
-      const int32_t id = a.ids[i];
-      const uint16_t packed = id >= 0 && id < v.shape.experts ? static_cast<uint16_t>(id) : kUnrouted;
+    // Eight ids are one 16-byte store to each rank; the buffer holds whole vectors, so the last one may be padded.
+    for (int64_t i = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * 8; i < n;
+         i += static_cast<int64_t>(gridDim.x) * blockDim.x * 8) {
+      uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t low = i + 2 * j < n ? Pack(a.ids[i + 2 * j], v.shape.experts) : kUnrouted;
+        const uint32_t high = i + 2 * j + 1 < n ? Pack(a.ids[i + 2 * j + 1], v.shape.experts) : kUnrouted;
+        packed[j] = high << 16 | low;
+      }
       for (int p = 0; p < v.shape.ranks; ++p) {
-        v.ids((v.rank + p) % v.shape.ranks, parity, v.rank)[i] = packed;
+        int r = v.rank + p;
+        r = r < v.shape.ranks ? r : r - v.shape.ranks;
+        *reinterpret_cast<uint4*>(v.ids(r, parity, v.rank) + i) = *reinterpret_cast<uint4*>(packed);
       }
     }
   }
@@ -131,39 +145,34 @@ __global__ void __launch_bounds__(kTablesThreads) DecideMoves(const __grid_const
   WriteAlloc(BlockTeam{}, d, s, moves, a.scratch.alloc);
 }
 
-// A warp for each rank's groups, then one for each expert's prefixes.
+// A block for each rank's groups, then a warp for each expert's prefixes.
 __global__ void __launch_bounds__(kThreads) MakeTables(const __grid_constant__ RankViewGpu v, const PlanArgs a) {
   ControlBlockGpu::PartState& part = State(v);
   const DomainShape& d = v.shape;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32);
-  const int warps = static_cast<int>(gridDim.x * (blockDim.x / 32));
-  if (part.live == 0) {  // safe for whoever uses it: no rows anywhere, and a ticket that every op refuses
-    if (blockIdx.x != 0) return;
-    for (int i = threadIdx.x; i < d.groups(); i += blockDim.x) a.plan.group_sizes[i] = a.plan.group_rows[i] = 0;
-    for (int i = threadIdx.x; i < d.experts; i += blockDim.x) a.plan.slot_expert[i] = -1;
-    for (int i = threadIdx.x; i < d.ranks; i += blockDim.x) a.plan.home_rows[i] = a.plan.rank_rows[i] = 0;
-    if (threadIdx.x == 0) {
-      a.plan.ticket[0] = -1;
-      part.busy = 0;
-    }
-    return;
-  }
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    a.plan.ticket[0] = part.ticket;
+  const int block = static_cast<int>(blockIdx.x);
+  const int thread = static_cast<int>(threadIdx.x);
+  const bool live = part.live != 0;
+  if (block == 0 && thread == 0) {
+    a.plan.ticket[0] = live ? part.ticket : -1;
     part.busy = 0;
   }
-  const PlanTables tables = a.scratch.tables(a.plan.slot_expert);
-  for (int i = warp; i < d.ranks + d.experts; i += warps) {
-    if (i >= d.ranks) {
-      BuildPrefixes(WarpTeam{}, d, tables, i - d.ranks);
-      continue;
-    }
-    const bool mine = i == v.rank;
-    const int32_t rows =
-        BuildGroups(WarpTeam{}, d, tables, i, mine ? a.plan.group_sizes : nullptr, mine ? a.plan.group_rows : nullptr);
-    if (lane == 0) a.plan.rank_rows[i] = rows;
+  if (!live) {  // safe for whoever uses it: no rows anywhere, and a ticket that every op refuses
+    if (block != 0) return;
+    for (int i = thread; i < d.groups(); i += kThreads) a.plan.group_sizes[i] = a.plan.group_rows[i] = 0;
+    for (int i = thread; i < d.experts; i += kThreads) a.plan.slot_expert[i] = -1;
+    for (int i = thread; i < d.ranks; i += kThreads) a.plan.home_rows[i] = a.plan.rank_rows[i] = 0;
+    return;
   }
+  const PlanTables tables = a.scratch.tables(a.plan.slot_expert);
+  if (block < d.ranks) {
+    const bool mine = block == v.rank;
+    const int32_t rows = BuildGroups(BlockTeam{}, d, tables, block, mine ? a.plan.group_sizes : nullptr,
+                                     mine ? a.plan.group_rows : nullptr);
+    if (thread == 0) a.plan.rank_rows[block] = rows;
+    return;
+  }
+  const int expert = (block - d.ranks) * kWarps + thread / 32;
+  if (expert < d.experts) BuildPrefixes(WarpTeam{}, d, tables, expert);
 }
 
 // Block (tile, source): the place of each id, in order. Of the own source all destinations are kept; of every source,
@@ -181,8 +190,9 @@ __global__ void __launch_bounds__(kThreads) PlaceRows(const __grid_constant__ Ra
     for (int i = threadIdx.x; i < count; i += blockDim.x) a.plan.dst_rank[first + i] = a.plan.dst_row[first + i] = -1;
     return;
   }
-  int32_t* my_row = shared;                                       // [tile] row on this rank, or -1
-  uint16_t* seen = reinterpret_cast<uint16_t*>(shared + a.tile);  // [warps, E]
+  int32_t* my_row = shared;               // [tile] row on this rank, or -1
+  int32_t* first_seen = my_row + a.tile;  // [E] rows of the source before this tile; -1: none of its rows matter here
+  uint16_t* seen = reinterpret_cast<uint16_t*>(first_seen + d.experts);  // [warps, E]
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
   const PlanTables t = a.scratch.tables(a.plan.slot_expert);
@@ -190,24 +200,30 @@ __global__ void __launch_bounds__(kThreads) PlaceRows(const __grid_constant__ Ra
   const int32_t* before = a.scratch.tile_counts + (static_cast<int64_t>(source) * gridDim.x + blockIdx.x) * d.experts;
 
   // Warps own consecutive ids, so that ranks among equal ids follow id order.
-  const int per_warp = (count + kWarps - 1) / kWarps;
+  constexpr int per_warp = 32 * kRounds;
   const int begin = min(warp * per_warp, count);
   const int end = min(begin + per_warp, count);
-  for (int i = threadIdx.x; i < kWarps * d.experts; i += blockDim.x) seen[i] = 0;
+  for (int i = threadIdx.x; i < kWarps * d.experts / 2; i += blockDim.x) reinterpret_cast<uint32_t*>(seen)[i] = 0;
+  for (int e = threadIdx.x; e < d.experts; e += blockDim.x) {
+    const bool hosted = t.group_row[static_cast<int64_t>(e) * d.ranks + v.rank] >= 0;
+    first_seen[e] = source == v.rank || hosted ? before[e] : -1;
+  }
   __syncthreads();
   uint16_t* mine = seen + warp * d.experts;
-  auto each_round = [&](auto body) {
-    for (int base = begin; base < end; base += 32) {
-      const int i = base + lane;
-      const uint16_t id = i < end ? ids[i] : kUnrouted;
-      const uint32_t peers = __match_any_sync(0xffffffffu, id);
-      body(i, id, peers);
-      __syncwarp();
-    }
-  };
-  each_round([&](int, uint16_t id, uint32_t peers) {
-    if (id != kUnrouted && lane == __ffs(static_cast<int>(peers)) - 1) mine[id] += static_cast<uint16_t>(__popc(peers));
-  });
+  uint16_t id[kRounds];
+  uint32_t peers[kRounds];  // lanes with the same id
+#pragma unroll
+  for (int u = 0; u < kRounds; ++u) {
+    const int i = begin + 32 * u + lane;
+    id[u] = i < end ? ids[i] : kUnrouted;
+  }
+#pragma unroll
+  for (int u = 0; u < kRounds; ++u) {
+    peers[u] = __match_any_sync(0xffffffffu, id[u]);
+    const bool leads = lane == __ffs(static_cast<int>(peers[u])) - 1;
+    if (id[u] != kUnrouted && leads) mine[id[u]] += static_cast<uint16_t>(__popc(peers[u]));
+    __syncwarp();
+  }
   __syncthreads();
   for (int e = threadIdx.x; e < d.experts; e += blockDim.x) {
     uint16_t sum = 0;
@@ -218,24 +234,29 @@ __global__ void __launch_bounds__(kThreads) PlaceRows(const __grid_constant__ Ra
     }
   }
   __syncthreads();
-  each_round([&](int i, uint16_t id, uint32_t peers) {
-    Place place{-1, -1};
-    if (id != kUnrouted) {
-      const bool hosted = t.group_row[static_cast<int64_t>(id) * d.ranks + v.rank] >= 0;
-      if (source == v.rank || hosted) {
-        const int32_t rank_in_warp = __popc(peers & ((1u << lane) - 1u));
-        place = Locate(d, t, id, source, before[id] + mine[id] + rank_in_warp);
-      }
+  int32_t index[kRounds];  // among the source's rows of the expert; -1: not looked for here
+#pragma unroll
+  for (int u = 0; u < kRounds; ++u) {
+    index[u] = -1;
+    if (id[u] != kUnrouted && first_seen[id[u]] >= 0) {
+      index[u] = first_seen[id[u]] + mine[id[u]] + __popc(peers[u] & ((1u << lane) - 1u));
     }
     __syncwarp();
-    if (id != kUnrouted && lane == __ffs(static_cast<int>(peers)) - 1) mine[id] += static_cast<uint16_t>(__popc(peers));
-    if (i >= end) return;
+    const bool leads = lane == __ffs(static_cast<int>(peers[u])) - 1;
+    if (id[u] != kUnrouted && leads) mine[id[u]] += static_cast<uint16_t>(__popc(peers[u]));
+    __syncwarp();
+  }
+#pragma unroll
+  for (int u = 0; u < kRounds; ++u) {
+    const int i = begin + 32 * u + lane;
+    if (i >= end) continue;
+    const Place place = index[u] >= 0 ? Locate(d, t, id[u], source, index[u]) : Place{-1, -1};
     my_row[i] = place.rank == v.rank ? place.row : -1;
     if (source == v.rank) {
       a.plan.dst_rank[first + i] = place.rank;
       a.plan.dst_row[first + i] = place.row;
     }
-  });
+  }
   __syncthreads();
   // A token's rows on this rank, in k order: the first is the primary, each names the next.
   for (int token = threadIdx.x; token * d.topk < count; token += blockDim.x) {
@@ -260,22 +281,22 @@ int64_t PlanTile(const DomainShape& d) { return static_cast<int64_t>(kTile / d.t
 int64_t PlanTiles(const DomainShape& d, int64_t tokens) { return (tokens * d.topk + PlanTile(d) - 1) / PlanTile(d); }
 
 cudaError_t LaunchPlanPush(const RankViewGpu& v, const PlanArgs& a, int blocks, cudaStream_t stream) {
-  PushIds<<<blocks, kThreads, 0, stream>>>(v, a);
+  PushIds<<<blocks, kPushThreads, 0, stream>>>(v, a);
   return cudaGetLastError();
 }
 
 cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(PlanTiles(v.shape, a.tokens)), static_cast<unsigned>(v.shape.ranks));
   const size_t histogram = static_cast<size_t>(v.shape.experts) * 4;
-  const size_t place = static_cast<size_t>(a.tile) * 4 + static_cast<size_t>(v.shape.experts) * kWarps * 2;
+  const size_t place = (static_cast<size_t>(a.tile) + static_cast<size_t>(v.shape.experts)) * 4 +
+                       static_cast<size_t>(v.shape.experts) * kWarps * 2;
   CountTiles<<<grid, kThreads, histogram, stream>>>(v, a);
   if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
   const size_t decide = (static_cast<size_t>(v.shape.experts) * 2 + static_cast<size_t>(v.shape.ranks) * 5) * 4 +
                         static_cast<size_t>(MaxMoves(v.shape)) * sizeof(Move);
   DecideMoves<<<1, kTablesThreads, decide, stream>>>(v, a);
   if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
-  const int table_warps = v.shape.ranks + v.shape.experts;
-  MakeTables<<<(table_warps + kWarps - 1) / kWarps, kThreads, 0, stream>>>(v, a);
+  MakeTables<<<v.shape.ranks + (v.shape.experts + kWarps - 1) / kWarps, kThreads, 0, stream>>>(v, a);
   if (cudaError_t e = cudaGetLastError(); e != cudaSuccess) return e;
   if (place > 48 * 1024) {
     cudaError_t e =

@@ -9,13 +9,18 @@ __global__ void __launch_bounds__(kMaxRanks)
   ControlBlockGpu& own = v.own();
   ControlBlockGpu::PartState& part = own.part[static_cast<int>(which)];
   __shared__ bool live;
+  __shared__ int32_t failed;
+  if (threadIdx.x == 0) failed = -1;
+  __syncthreads();
+  const int r = static_cast<int>(threadIdx.x);
+  if (r < v.shape.ranks && LoadRelaxedSys(&own.error[r].value) != 0) failed = r;  // any of them
+  __syncthreads();
   if (threadIdx.x == 0) {
     part.epoch += 1;
     part.kind = id.kind;
     // A plan's ticket is its epoch, without the sign bit: -1 says "poisoned".
     part.ticket = id.ticket != nullptr ? *id.ticket : static_cast<int32_t>(part.epoch & 0x7fffffffu);
     part.tag = MixTag(id.site_hash, id.ticket != nullptr ? part.ticket : 0);
-    const int32_t failed = FailedPeer(v);
     if (failed >= 0) {
       AdoptError(v, failed);
     } else if (part.busy != 0) {

@@ -60,14 +60,6 @@ __device__ inline void AdoptError(const RankViewGpu& v, int32_t peer) {
   RaiseError(v, v.control(peer).record);
 }
 
-// Every kernel asks this first; a set word means: touch no peer, wait for nothing, poison.
-__device__ inline int32_t FailedPeer(const RankViewGpu& v) {
-  for (int r = 0; r < v.shape.ranks; ++r) {
-    if (LoadRelaxedSys(&v.own().error[r].value) != 0) return r;
-  }
-  return -1;
-}
-
 // One block; waits until every rank's word in `words` reaches `epoch` (and, if `tag` is given, carries it).
 // Returns true on all threads when all came in time. Needs at least shape.ranks threads.
 __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, uint32_t epoch, bool check_tag,
@@ -127,34 +119,37 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
   return complete;
 }
 
-// The end of a data kernel. The last block to come here calls `publish` (one thread), after all writes of all blocks.
+// The end of a data kernel. The last block to come here calls `publish` (all threads), after all writes of all blocks.
 // Writes by bulk copies must have been waited for (complete, not read-only) by the threads that issued them.
 template <class F>
 __device__ inline void Tail(ControlBlockGpu::PartState& part, F publish) {
+  __shared__ bool last;
   __syncthreads();
-  if (threadIdx.x != 0) return;
-  __threadfence();  // this block's writes, seen by the block that publishes ...
-  if (atomicAdd(&part.blocks, 1u) + 1 != gridDim.x) return;
-  part.blocks = 0;
-  part.next = 0;
-  __threadfence();  // ... which is cumulative: the release below covers them all
-  publish();
+  if (threadIdx.x == 0) {
+    __threadfence();  // this block's writes, seen by the block that publishes ...
+    last = atomicAdd(&part.blocks, 1u) + 1 == gridDim.x;
+    if (last) part.blocks = 0;
+    __threadfence();  // ... whose threads see them past the barrier below; their releases are cumulative
+  }
+  __syncthreads();
+  if (last) publish();
 }
 
+// Called by a whole block: a thread per peer, since each release waits for the writes before it.
 __device__ inline void PublishArrived(const RankViewGpu& v, Part which, const ControlBlockGpu::PartState& part) {
   const uint64_t word = PackWord(part.epoch, part.tag);
-  for (int i = 0; i < v.shape.ranks; ++i) {
-    const int r = (v.rank + i) % v.shape.ranks;  // rotated: not everybody's first store goes to rank 0
+  for (int r = static_cast<int>(threadIdx.x); r < v.shape.ranks; r += static_cast<int>(blockDim.x)) {
     StoreReleaseSys(&v.control(r).arrived[static_cast<int>(which)][v.rank].value, word);
   }
 }
 
+// The same for credits. Ends the call: `live` false gives none, since nothing was sent.
 __device__ inline void PublishConsumed(const RankViewGpu& v, Part which, ControlBlockGpu::PartState& part) {
   const uint64_t word = PackWord(part.epoch, part.tag);
-  for (int i = 0; i < v.shape.ranks; ++i) {
-    const int r = (v.rank + i) % v.shape.ranks;
+  for (int r = static_cast<int>(threadIdx.x); part.live != 0 && r < v.shape.ranks; r += static_cast<int>(blockDim.x)) {
     StoreReleaseSys(&v.control(r).consumed[static_cast<int>(which)][v.rank].value, word);
   }
+  if (threadIdx.x == 0) part.busy = 0;
 }
 
 }  // namespace moonep

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "xla_ffi/core/team.h"
+
 namespace moonep {
 
 // All 32 lanes call every method together.
@@ -26,18 +28,14 @@ class WarpTeam {
   }
 
   template <class F>
-  __device__ int argmax(int n, F value) const {
-    int32_t best = INT32_MIN;
-    int32_t index = INT32_MAX;
+  __device__ Largest largest(int n, F value) const {
+    Largest best{INT32_MIN, INT32_MAX};
     for (int i = rank(); i < n; i += 32) {
       const int32_t v = value(i);
-      if (v > best) {
-        best = v;
-        index = i;
-      }
+      if (v > best.value) best = {v, i};
     }
-    const int32_t top = __reduce_max_sync(kAll, best);
-    return __reduce_min_sync(kAll, best == top ? index : INT32_MAX);
+    const int32_t top = __reduce_max_sync(kAll, best.value);
+    return {top, __reduce_min_sync(kAll, best.value == top ? best.index : INT32_MAX)};
   }
 
   template <class F, class Sink>
@@ -70,11 +68,57 @@ class WarpTeam {
   static constexpr int kBatch = 4;
 };
 
+// All threads of a one-dimensional block of whole warps call every method together.
 class BlockTeam {
  public:
   __device__ int rank() const { return static_cast<int>(threadIdx.x); }
   __device__ int size() const { return static_cast<int>(blockDim.x); }
   __device__ void sync() const { __syncthreads(); }
+
+  template <class F>
+  __device__ int32_t sum(int n, F value) const {
+    int32_t part = 0;
+    for (int i = rank(); i < n; i += size()) part += value(i);
+    return static_cast<int32_t>(Before(part).total);
+  }
+
+  template <class F, class Sink>
+  __device__ int64_t scan(int n, F value, Sink sink) const {
+    int64_t before = 0;
+    for (int base = 0; base < n; base += size()) {
+      const int i = base + rank();
+      const Sums sums = Before(i < n ? value(i) : 0);
+      if (i < n) sink(i, before + sums.before);
+      before += sums.total;
+    }
+    return before;
+  }
+
+ private:
+  struct Sums {
+    int64_t before;  // of the threads before this one
+    int64_t total;
+  };
+
+  __device__ Sums Before(int64_t here) const {
+    __shared__ int64_t of_warp[32];
+    const int lane = rank() % 32;
+    const int warp = rank() / 32;
+    int64_t sum = here;
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const int64_t left = __shfl_up_sync(0xffffffffu, sum, offset);
+      if (lane >= offset) sum += left;
+    }
+    __syncthreads();  // the one before may still read of_warp
+    if (lane == 31) of_warp[warp] = sum;
+    __syncthreads();
+    Sums sums{sum - here, 0};
+    for (int w = 0; w < size() / 32; ++w) {
+      if (w < warp) sums.before += of_warp[w];
+      sums.total += of_warp[w];
+    }
+    return sums;
+  }
 };
 
 }  // namespace moonep

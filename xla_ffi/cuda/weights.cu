@@ -201,10 +201,7 @@ __global__ void __launch_bounds__(kThreads)
                     [&](int) { return leaf.out + (epn + slot) * leaf.bytes + span.offset + at; });
         });
   }
-  Tail(part, [&] {
-    if (part.live != 0) PublishConsumed(v, Part::kSlots, part);
-    part.busy = 0;
-  });
+  Tail(part, [&] { PublishConsumed(v, Part::kSlots, part); });
 }
 
 template <class V>
@@ -284,10 +281,7 @@ __global__ void __launch_bounds__(kThreads)
           if (leaf.type == static_cast<int32_t>(RowType::kBF16)) add(BF16Gpu{});
         });
   }
-  Tail(part, [&] {
-    if (part.live != 0) PublishConsumed(v, Part::kSlots, part);
-    part.busy = 0;
-  });
+  Tail(part, [&] { PublishConsumed(v, Part::kSlots, part); });
 }
 
 __global__ void __launch_bounds__(kThreads) PlainCopy(std::byte* to, const std::byte* from, int64_t bytes) {
