@@ -75,11 +75,11 @@ def test_slow_first_call_is_no_error(run: Run) -> None:
 def test_other_shapes(run: Run) -> None:
     records = run.of("other_shapes")
     text = _one_text(records)
-    assert text.startswith("plan: ranks disagree about shapes or dtypes;")
-    assert f"on ranks {[3] if len(run.processes) == 4 else [2, 3]} than on rank 0" in text
+    # Other shapes are another program, and calls of two programs never match.
+    assert text.startswith("plan: missing ranks ")
+    assert "made the call in another program or launch (other shapes, or another order of programs)" in text
     for record in records:
         assert record["error"]["type"] == "JaxRuntimeError" and text in record["error"]["text"]
-        assert record["error"]["seconds"] < 50, "it does not wait for the limit"
         _check_failed(record, text)
 
 

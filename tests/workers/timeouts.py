@@ -146,7 +146,7 @@ def slow_first_call(c: Context) -> Any:
 
 def other_shapes(c: Context) -> Any:
     """The last process has a shorter batch."""
-    with case(c, timeout_s=60.0, tokens=S - 1 if c.index == c.processes - 1 else S) as at:
+    with case(c, timeout_s=5.0, tokens=S - 1 if c.index == c.processes - 1 else S) as at:
         return {"error": raised(at.step), **at.after()}
 
 

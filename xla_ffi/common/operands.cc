@@ -142,17 +142,4 @@ std::string CheckOperands(const DomainShape& d, const CallArgs& call) {
   return wrong.empty() ? Compare(op, call.rets, rets) : wrong;
 }
 
-uint64_t Signature(const CallArgs& call) {
-  uint64_t hash = 14695981039346656037ull;  // FNV-1a
-  auto mix = [&hash](int64_t v) { hash = (hash ^ static_cast<uint64_t>(v)) * 1099511628211ull; };
-  mix(static_cast<int64_t>(call.kind));
-  for (const auto* list : {&call.args, &call.rets}) {
-    for (const Array& a : *list) {
-      mix(a.item_bytes);
-      for (int64_t dim : a.dims) mix(dim);
-    }
-  }
-  return hash;
-}
-
 }  // namespace moonep

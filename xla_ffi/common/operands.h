@@ -68,7 +68,4 @@ struct CallArgs {
 // callers that go round it, so that no kernel ever runs past a buffer.
 std::string CheckOperands(const DomainShape& shape, const CallArgs& call);
 
-// Hash of kind, dims and element sizes: calls that belong together have equal ones on all ranks.
-uint64_t Signature(const CallArgs& call);
-
 }  // namespace moonep

@@ -61,8 +61,6 @@ class Call {
   virtual void Poison(bool before) = 0;
 
   CallKey key;
-  uint64_t signature = 0;  // hash of static numbers that must be equal on all ranks
-  uint64_t launch = 0;     // the program launch that the call is part of (XLA's run id)
   std::function<void(const Failure&)> done;
 };
 

@@ -13,6 +13,7 @@
 #include <climits>
 #include <cstddef>
 #include <cstdint>
+#include <tuple>
 
 namespace moonep {
 
@@ -50,52 +51,48 @@ class Doorbell {
 };
 static_assert(std::atomic<uint32_t>::is_always_lock_free && sizeof(std::atomic<uint32_t>) == 4);
 
-// What a call is: equal on all ranks for calls that belong together (design: "Calls match by what they are").
+// What a call is: equal on all ranks for calls that belong together (docs/design.md: "Calls match by what they are").
 struct CallKey {
   uint64_t kind = 0;
   uint64_t channel = 0;
   uint64_t site = 0;
   uint64_t ticket = 0;  // of the plan used; 0 for a plan call
+  uint64_t launch = 0;  // of the program: XLA numbers launches alike on all devices and processes
 
-  bool operator==(const CallKey& o) const {
+  // The same place in a program, whatever the launch.
+  bool SamePlace(const CallKey& o) const {
     return kind == o.kind && channel == o.channel && site == o.site && ticket == o.ticket;
   }
+  bool operator==(const CallKey& o) const { return SamePlace(o) && launch == o.launch; }
   bool operator<(const CallKey& o) const {
-    if (kind != o.kind) return kind < o.kind;
-    if (channel != o.channel) return channel < o.channel;
-    if (site != o.site) return site < o.site;
-    return ticket < o.ticket;
+    return std::tie(kind, channel, site, ticket, launch) < std::tie(o.kind, o.channel, o.site, o.ticket, o.launch);
   }
 };
 
 // A CallKey in shared memory. The words are atomics because a rank that names missing peers may read while the owner
 // fills the slot anew.
 struct SharedKey {
-  std::atomic<uint64_t> kind, channel, site, ticket;
+  std::atomic<uint64_t> words[5];
 
   void Set(const CallKey& k) {
-    kind.store(k.kind, std::memory_order_relaxed);
-    channel.store(k.channel, std::memory_order_relaxed);
-    site.store(k.site, std::memory_order_relaxed);
-    ticket.store(k.ticket, std::memory_order_relaxed);
+    const uint64_t values[5] = {k.kind, k.channel, k.site, k.ticket, k.launch};
+    for (int i = 0; i < 5; ++i) words[i].store(values[i], std::memory_order_relaxed);
   }
   CallKey Get() const {
-    return {kind.load(std::memory_order_relaxed), channel.load(std::memory_order_relaxed),
-            site.load(std::memory_order_relaxed), ticket.load(std::memory_order_relaxed)};
+    uint64_t values[5];
+    for (int i = 0; i < 5; ++i) values[i] = words[i].load(std::memory_order_relaxed);
+    return {values[0], values[1], values[2], values[3], values[4]};
   }
 };
 
 // A call that its rank has posted and that is not yet executed.
 struct alignas(64) PostSlot {
-  std::atomic<uint64_t> order;      // 0: free; else 1 + the rank's count of posts, written last
-  std::atomic<uint64_t> signature;  // hash of the call's static numbers: unequal ones are an error
-  std::atomic<uint64_t> launch;     // program launch; XLA numbers launches alike on all processes
+  std::atomic<uint64_t> order;  // 0: free; else 1 + the rank's count of posts, written last
   SharedKey key;
 };
 
 struct alignas(64) LogEntry {
   SharedKey key;
-  std::atomic<uint64_t> launch;
 };
 
 struct ControlBlock {

@@ -63,8 +63,7 @@ ffi::Future Submit(int32_t device, ffi::RunId run, int64_t domain, int64_t kind_
                       "domain's first error (ep.check())");
   }
   call->key = {static_cast<uint64_t>(kind_number), static_cast<uint64_t>(channel), static_cast<uint64_t>(site),
-               static_cast<uint64_t>(ticket)};
-  call->launch = static_cast<uint64_t>(run.run_id);
+               static_cast<uint64_t>(ticket), static_cast<uint64_t>(run.run_id)};
   call->done = [promise](const Failure& failure) mutable {
     if (failure) {
       promise.SetError(ToError(failure));

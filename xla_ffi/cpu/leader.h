@@ -1,11 +1,10 @@
 // The leader of a group (rank 0) decides the order: it appends a call to the log once every rank has posted it.
 //
-// Runs on rank 0's progress thread. Calls of one key match within one launch of the program, first in, first out.
+// Runs on rank 0's progress thread.
 #pragma once
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <map>
 #include <vector>
 
@@ -18,23 +17,14 @@ class Leader {
   // The view must outlive the leader.
   explicit Leader(const RankView& view);
 
-  // Takes in new posts and appends what is complete. Returns whether anything changed; *failure says if ranks disagree.
-  bool Match(Failure* failure);
+  // Takes in new posts and appends what is complete. Returns whether anything changed.
+  bool Match();
 
  private:
-  // A post that waits for its like on other ranks.
-  struct Seen {
-    uint64_t order = 0;
-    uint64_t signature = 0;
-    uint64_t launch = 0;
-  };
-
-  bool PickCalls(std::vector<std::deque<Seen>>& queues, std::vector<Seen>* picked);
-
   const RankView& view_;
   ControlBlock& block_;
-  std::vector<std::array<uint64_t, ControlBlock::kSlots>> seen_slots_;  // [ranks] order of the post last seen
-  std::map<CallKey, std::vector<std::deque<Seen>>> unmatched_;          // [ranks] queues
+  std::vector<std::array<uint64_t, ControlBlock::kSlots>> seen_;  // [ranks] order of the post last seen in each slot
+  std::map<CallKey, int32_t> posted_by_;  // how many ranks have posted a call; a rank has one of a key at a time
 };
 
 }  // namespace moonep

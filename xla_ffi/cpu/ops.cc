@@ -10,7 +10,6 @@ namespace moonep {
 std::unique_ptr<Call> MakeCall(const DomainShape& shape, CallArgs args, std::string* wrong) {
   *wrong = CheckOperands(shape, args);
   if (!wrong->empty()) return nullptr;
-  const uint64_t signature = Signature(args);
   const int64_t s = args.tokens();
   std::unique_ptr<Call> call;
   switch (args.kind) {
@@ -32,7 +31,6 @@ std::unique_ptr<Call> MakeCall(const DomainShape& shape, CallArgs args, std::str
       call = std::make_unique<ReduceGradCall>(std::move(args));
       break;
   }
-  call->signature = signature;
   return call;
 }
 

@@ -74,11 +74,7 @@ void LocalRank::Loop() {
     bool moved = false;
     if (!failed_) {
       moved = PostCalls();
-      if (leader_duty_) {
-        Failure failure;
-        moved |= leader_duty_->Match(&failure);
-        if (failure) Raise(std::move(failure));
-      }
+      if (leader_duty_) moved |= leader_duty_->Match();
       if (!failed_) moved |= Advance();
     }
     if (!moved) {
@@ -112,7 +108,9 @@ bool LocalRank::PostCalls() {
       continue;
     }
     const CallKey key = it->call->key;
-    if (InFlight(*it->call)) {
+    // Calls of one place and launch that depend on each other through data are never in flight together. Others could
+    // meet the wrong partner on another rank, so they are an error, not a guess.
+    if (posted_.count(key) != 0 || (phase_ != Phase::kIdle && current_.call->key == key)) {
       Raise(
           {Failure::kInvalid, std::string(KindName(static_cast<int64_t>(key.kind))) +
                                   ": two calls of one place in the program are in flight; got a second one before the "
@@ -130,14 +128,12 @@ bool LocalRank::PostCalls() {
     posted.limit_ns = first ? options_.first_limit_ns : options_.limit_ns;
     PostSlot& slot = own().posts[posted.slot];
     slot.key.Set(key);
-    slot.signature.store(it->call->signature, std::memory_order_relaxed);
-    slot.launch.store(it->call->launch, std::memory_order_relaxed);
     slot.order.store(it->order);
     if (own().slots_used.load() <= static_cast<uint32_t>(posted.slot)) {
       own().slots_used.store(static_cast<uint32_t>(posted.slot) + 1);
     }
     posted.call = std::move(it->call);
-    posted_[key].push_back(std::move(posted));
+    posted_.emplace(key, std::move(posted));
     it = waiting_.erase(it);
     moved = true;
   }
@@ -160,20 +156,16 @@ void LocalRank::PublishStep() {
 
 bool LocalRank::BeginEntry() {
   if (entry_ >= leader().log_head.load()) return false;
-  const LogEntry& entry = leader().log[entry_ % ControlBlock::kLog];
-  const CallKey key = entry.key.Get();
-  const uint64_t launch = entry.launch.load(std::memory_order_relaxed);
-  std::deque<Posted>& calls = posted_[key];
-  auto it = std::find_if(calls.begin(), calls.end(), [launch](const Posted& p) { return p.call->launch == launch; });
-  if (it == calls.end()) {
+  const CallKey key = leader().log[entry_ % ControlBlock::kLog].key.Get();
+  auto it = posted_.find(key);
+  if (it == posted_.end()) {
     Raise({Failure::kInternal, std::string(KindName(static_cast<int64_t>(key.kind))) + ": the log names a call that " +
                                    view_.labels[static_cast<size_t>(view_.rank)] + " did not post (" + Describe(key) +
                                    "); this is a bug in moonep_jax"});
     return true;
   }
-  current_ = std::move(*it);
-  calls.erase(it);
-  if (calls.empty()) posted_.erase(key);
+  current_ = std::move(it->second);
+  posted_.erase(it);
   if (view_.poison) current_.call->Poison(true);
   phase_ = Phase::kRegion;
   round_ = 0;
@@ -222,28 +214,21 @@ bool LocalRank::Advance() {
   return true;
 }
 
-// Calls of one place and launch that depend on each other through data are never in flight together. Others could meet
-// the wrong partner on another rank, so they are an error, not a guess.
-bool LocalRank::InFlight(const Call& call) const {
-  const auto same = [&call](const Posted& p) { return p.call->key == call.key && p.call->launch == call.launch; };
-  if (phase_ != Phase::kIdle && same(current_)) return true;
-  const auto it = posted_.find(call.key);
-  return it != posted_.end() && std::any_of(it->second.begin(), it->second.end(), same);
-}
-
 bool LocalRank::HasPosted(int32_t rank, const Call& call, bool same_launch) const {
   const ControlBlock& block = view_.control(rank);
   const uint32_t used = std::min<uint32_t>(block.slots_used.load(), ControlBlock::kSlots);
   for (uint32_t i = 0; i < used; ++i) {
     const PostSlot& slot = block.posts[i];
-    if (slot.order.load() == 0 || !(slot.key.Get() == call.key)) continue;
-    if (!same_launch || slot.launch.load(std::memory_order_relaxed) == call.launch) return true;
+    if (slot.order.load() == 0) continue;
+    const CallKey key = slot.key.Get();
+    if (same_launch ? key == call.key : key.SamePlace(call.key)) return true;
   }
   return false;
 }
 
-std::vector<int32_t> LocalRank::Missing(const Posted& posted) const {
+std::vector<int32_t> LocalRank::Missing(const Posted& posted, const char** how) const {
   std::vector<int32_t> missing;
+  *how = "took part but stopped moving data";
   if (phase_ != Phase::kIdle) {  // an entry is being executed, this one or one before it
     const uint64_t needed =
         phase_ == Phase::kAllIn ? step_ : region_free_[static_cast<size_t>(current_.call->region())];
@@ -252,6 +237,8 @@ std::vector<int32_t> LocalRank::Missing(const Posted& posted) const {
     }
   } else {
     for (const bool same_launch : {false, true}) {
+      *how = same_launch ? "made the call in another program or launch (other shapes, or another order of programs)"
+                         : "did not make the call";
       for (int32_t r = 0; r < view_.shape.ranks; ++r) {
         if (!HasPosted(r, *posted.call, same_launch)) missing.push_back(r);
       }
@@ -262,9 +249,10 @@ std::vector<int32_t> LocalRank::Missing(const Posted& posted) const {
   return missing;
 }
 
-std::string LocalRank::TimeoutText(const Posted& posted, const std::vector<int32_t>& missing) const {
-  const bool executing = phase_ != Phase::kIdle;
-  const CallKey key = executing ? current_.call->key : posted.call->key;
+std::string LocalRank::TimeoutText(const Posted& posted) const {
+  const char* how = nullptr;
+  const std::vector<int32_t> missing = Missing(posted, &how);
+  const CallKey key = phase_ != Phase::kIdle ? current_.call->key : posted.call->key;
   std::vector<int32_t> present;
   std::string culprits;
   for (int32_t r = 0; r < view_.shape.ranks; ++r) {
@@ -276,8 +264,7 @@ std::string LocalRank::TimeoutText(const Posted& posted, const std::vector<int32
   }
   return std::string(KindName(static_cast<int64_t>(key.kind))) + ": missing ranks " + List(missing) + " after " +
          Seconds(posted.limit_ns) + "; got ranks " + List(present) + " of " + view_.group + ", expected all " +
-         std::to_string(view_.shape.ranks) + "; " + culprits +
-         (executing ? " took part but stopped moving data" : " did not make the call") +
+         std::to_string(view_.shape.ranks) + "; " + culprits + " " + how +
          " - it may have died, be stuck, or have taken another branch; if it is only slow, raise timeout_s or "
          "first_call_timeout_s (" +
          Describe(key) + ", seen by " + view_.labels[static_cast<size_t>(view_.rank)] + ")";
@@ -287,22 +274,21 @@ void LocalRank::Watch() {
   const int64_t now = NowNs();
   auto overdue = [&](const Posted& p) {
     if (now - p.posted_ns < p.limit_ns) return false;
-    Raise({Failure::kDeadline, TimeoutText(p, Missing(p))});
+    Raise({Failure::kDeadline, TimeoutText(p)});
     return true;
   };
   if (phase_ != Phase::kIdle && overdue(current_)) return;
-  for (const auto& [key, queue] : posted_) {
-    for (const Posted& p : queue) {
-      if (overdue(p)) return;
-      if (phase_ != Phase::kIdle || entry_ < leader().log_head.load()) continue;
-      for (int32_t r : Missing(p)) {
-        if (view_.control(r).closed.load() == 0) continue;
-        Raise({Failure::kClosed, std::string(KindName(static_cast<int64_t>(key.kind))) + ": " +
-                                     view_.labels[static_cast<size_t>(r)] +
-                                     " has closed the domain; got a call after its close(), expected none; close() is "
-                                     "collective: call it after the last step on every rank"});
-        return;
-      }
+  for (const auto& [key, p] : posted_) {
+    if (overdue(p)) return;
+    if (phase_ != Phase::kIdle || entry_ < leader().log_head.load()) continue;
+    const char* how = nullptr;
+    for (int32_t r : Missing(p, &how)) {
+      if (view_.control(r).closed.load() == 0) continue;
+      Raise({Failure::kClosed, std::string(KindName(static_cast<int64_t>(key.kind))) + ": " +
+                                   view_.labels[static_cast<size_t>(r)] +
+                                   " has closed the domain; got a call after its close(), expected none; close() is "
+                                   "collective: call it after the last step on every rank"});
+      return;
     }
   }
 }
@@ -312,9 +298,7 @@ int64_t LocalRank::SleepNs() const {
   int64_t until = now + kIdleNs;
   for (const Waiting& w : waiting_) until = std::min(until, w.ready_ns);
   if (phase_ != Phase::kIdle) until = std::min(until, current_.posted_ns + current_.limit_ns);
-  for (const auto& [key, queue] : posted_) {
-    for (const Posted& p : queue) until = std::min(until, p.posted_ns + p.limit_ns);
-  }
+  for (const auto& [key, p] : posted_) until = std::min(until, p.posted_ns + p.limit_ns);
   return std::max<int64_t>(until - now, 0);
 }
 
@@ -356,9 +340,7 @@ void LocalRank::FailAll(const Failure& failure) {
   }
   for (Waiting& w : waiting_) calls.push_back(std::move(w.call));
   waiting_.clear();
-  for (auto& [key, queue] : posted_) {
-    for (Posted& p : queue) calls.push_back(std::move(p.call));
-  }
+  for (auto& [key, p] : posted_) calls.push_back(std::move(p.call));
   posted_.clear();
   if (phase_ != Phase::kIdle) calls.push_back(std::move(current_.call));
   phase_ = Phase::kIdle;

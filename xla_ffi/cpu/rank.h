@@ -71,10 +71,10 @@ class LocalRank {
   bool AllReached(uint64_t step) const;
   void AdoptError();
   void Watch();
-  bool InFlight(const Call& call) const;
   bool HasPosted(int32_t rank, const Call& call, bool same_launch) const;
-  std::vector<int32_t> Missing(const Posted& posted) const;
-  std::string TimeoutText(const Posted& posted, const std::vector<int32_t>& missing) const;
+  // Ranks that keep a call waiting; *how says what they did instead.
+  std::vector<int32_t> Missing(const Posted& posted, const char** how) const;
+  std::string TimeoutText(const Posted& posted) const;
   void Raise(Failure failure);
   void FailAll(const Failure& failure);
   int64_t SleepNs() const;
@@ -95,7 +95,7 @@ class LocalRank {
   // The rest belongs to the progress thread.
   std::mt19937_64 random_;
   std::deque<Waiting> waiting_;
-  std::map<CallKey, std::deque<Posted>> posted_;
+  std::map<CallKey, Posted> posted_;
   std::set<std::tuple<uint64_t, uint64_t, uint64_t>> called_;  // (kind, channel, site) made before
   std::vector<int> free_slots_;
   std::array<uint64_t, kRegions> region_free_{};  // step at which the region's last user had copied out
