@@ -267,12 +267,70 @@ def bench_alone(timer: Timer, kind: str, ranks: int, experts: int, s: int, topk:
     return {"op": kind, "R": ranks, "E": experts, "s": s, "K": topk, "routing": name, "us": us, "local_us": local}
 
 
+def table(result: dict[str, Any]) -> str:
+    """The figures as Markdown tables."""
+    lines = [f"{result['device']}, {result['sms']} SMs", ""]
+    if rows := result.get("prefetch"):
+        sms = [int(k.rsplit("_", 1)[1]) for k in rows[0] if k.startswith("send_us_")]
+        head = ["config", "E", "B", "H", "Hp", "slots", "Data MB"]
+        head += [f"{what} {sm} SMs" for sm in sms for what in ("us", "BW", "CommBW")] + ["memcpy us", "BW"]
+        lines += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+        for r in rows:
+            cells = [r["config"], r["E"], r["B"], r["H"], r["Hp"], r["slots"], f"{r['data_MB']:.2f}"]
+            for sm in sms:
+                bw = r["data_MB"] / r[f"send_us_{sm}"] * 1e3
+                cells += [f"{r[f'send_us_{sm}']:.1f}", f"{bw:.0f}", f"{bw / 2:.0f}"]
+            cells += [f"{r['memcpy_us']:.1f}", f"{r['data_MB'] / r['memcpy_us'] * 1e3:.0f}"]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+        lines.append("")
+    if rows := result.get("rows"):
+        lines += ["| op | part | mode | routing | us | MB moved | GB/s | share of a copy |", "|" + "---|" * 8]
+        for r in rows:
+            figures = f"{r['us']:.1f} | {r['bytes'] / 1e6:.0f} | {r['GBps']:.0f} | {r['share']:.2f} |"
+            lines.append(f"| {r['op']} | {r['part']} | {r['mode']} | {r['routing']} | {figures}")
+        lines.append("")
+    if rows := result.get("plan", []) + result.get("decode", []):
+        lines += ["| op | R | E | s | K | routing | us | local part us |", "|" + "---|" * 8]
+        for r in rows:
+            cells = [r["op"], r["R"], r["E"], r["s"], r["K"], r["routing"], f"{r['us']:.1f}", f"{r['local_us']:.1f}"]
+            lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Bandwidth of the prefetch table over its size."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = sorted(result["prefetch"], key=lambda r: r["data_MB"])
+    figure, axes = plt.subplots(figsize=(8, 5))
+    size = [r["data_MB"] for r in rows]
+    for key in [k for k in rows[0] if k.startswith("send_us_")]:
+        label = f"prefetch send, {key.rsplit('_', 1)[1]} SMs"
+        axes.plot(size, [r["data_MB"] / r[key] for r in rows], marker="o", label=label)
+    axes.plot(size, [r["data_MB"] / r["memcpy_us"] for r in rows], "k--", label="cudaMemcpyAsync")
+    axes.set(xscale="log", xlabel="MB read + written", ylabel="TB/s read + written", title=result["device"])
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
 def main() -> None:
     """Runs all parts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--parts", default="prefetch,rows,plan,decode")
+    parser.add_argument("--plot", type=Path, help="PNG file for the prefetch table")
+    parser.add_argument("--show", type=Path, help="print (and plot) an earlier --json file instead of measuring")
     options = parser.parse_args()
+    if options.show:
+        result = json.loads(options.show.read_text())
+        print(table(result))
+        if options.plot:
+            plot(result, options.plot)
+        return
     from cuda.bindings import runtime
 
     properties = gpu_kit.ok(runtime.cudaGetDeviceProperties(0))
@@ -299,6 +357,9 @@ def main() -> None:
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps(result, indent=1))
+    print(table(result))
+    if options.plot:
+        plot(result, options.plot)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import ctypes
 import importlib
 import json
+import os
 import resource
 import signal
 import sys
@@ -19,7 +20,9 @@ def main(spec: dict[str, Any]) -> None:
     jax.config.update("jax_num_cpu_devices", spec["devices"])
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if spec["processes"] > 1:
-        limits = {"initialization_timeout": 120}
+        limits: dict[str, Any] = {"initialization_timeout": 120}
+        if os.environ["JAX_PLATFORMS"] == "cuda":
+            limits["local_device_ids"] = [0]  # all ranks share one GPU
         if spec["recoverable"]:
             jax.config.update("jax_enable_recoverability", True)
             # Survivors wait for the one that left when they shut down.

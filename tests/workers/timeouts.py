@@ -146,7 +146,7 @@ def slow_first_call(c: Context) -> Any:
 
 def other_shapes(c: Context) -> Any:
     """The last process has a shorter batch."""
-    with case(c, timeout_s=5.0, tokens=S - 1 if c.index == c.processes - 1 else S) as at:
+    with case(c, first_call_timeout_s=8.0, tokens=S - 1 if c.index == c.processes - 1 else S) as at:
         return {"error": raised(at.step), **at.after()}
 
 
@@ -178,7 +178,7 @@ def closed_by_others(c: Context) -> Any:
 
     def body() -> None:
         nonlocal at
-        with case(c, timeout_s=3.0) as at:
+        with case(c, timeout_s=60.0) as at:
             _steps(at)
             if c.index == c.processes - 1:
                 raise ValueError("on purpose")
