@@ -11,6 +11,7 @@ import pytest
 from cases import BALANCED, LARGE_SHAPES, OUTSIDE, PADDINGS, ROUTINGS, SHAPES, Shape, routing
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from invariants import check_invariants
 from steps import same_bits
 
 from moonep_jax import _ffi_cpu
@@ -42,7 +43,7 @@ def compare(ids: Any, shape: Shape, padding: int, planner: str) -> str:
     for name, array in arrays.items():
         same_bits(array, getattr(want, name), name)
     assert got["cascade"] == (want.kind == "cascade")
-    ref.check_invariants(dataclasses.replace(want, **arrays, alloc=alloc_of(arrays, shape)), ids)
+    check_invariants(dataclasses.replace(want, **arrays, alloc=alloc_of(arrays, shape)), ids)
     return want.kind
 
 

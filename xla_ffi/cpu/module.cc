@@ -13,6 +13,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "xla_ffi/common/shape_binding.h"
 #include "xla_ffi/cpu/completer.h"
 #include "xla_ffi/cpu/handlers.h"
 #include "xla_ffi/cpu/plan_rows.h"
@@ -148,28 +149,7 @@ NB_MODULE(_ffi_cpu, m) {
     return d;
   });
 
-  nb::class_<DomainShape>(m, "DomainShape")
-      .def(
-          "__init__",
-          [](DomainShape* self, int32_t ranks, int32_t experts, int32_t topk, int32_t tokens, int32_t padding,
-             bool home, bool exact, int32_t hidden, int32_t row_bytes, int64_t stage_bytes) {
-            new (self) DomainShape{ranks, experts, topk, tokens, padding, home, exact, hidden, row_bytes, stage_bytes};
-          },
-          nb::kw_only(), nb::arg("ranks"), nb::arg("experts"), nb::arg("topk"), nb::arg("tokens"), nb::arg("padding"),
-          nb::arg("home") = false, nb::arg("exact") = false, nb::arg("hidden") = 1, nb::arg("row_bytes") = 4,
-          nb::arg("stage_bytes") = 0)
-      .def("recv_rows", &DomainShape::recv_rows)
-      .def("chunk_bytes", [](const DomainShape& shape) {
-        const ChunkLayout l = LayoutOf(shape);
-        nb::dict d;
-        d["control"] = l.ids;
-        d["metadata"] = l.rows - l.ids + l.returns - l.weights + l.slots - l.return_weights;
-        d["rows"] = l.weights - l.rows;
-        d["returns"] = l.return_weights - l.returns;
-        d["slots"] = l.bytes - l.slots;
-        d["total"] = l.bytes;
-        return d;
-      });
+  moonep::BindDomainShape(m, LayoutOf);
 
   m.def("map_fd", [](int fd, int64_t bytes) { return Map(fd, bytes, MAP_SHARED); });
   m.def("map_anonymous", [](int64_t bytes) { return Map(-1, bytes, MAP_PRIVATE | MAP_ANONYMOUS); });
