@@ -9,9 +9,14 @@ from typing import Any
 
 import jax
 
-from moonep_jax import _ffi_cpu
 from moonep_jax.errors import ConfigError, message
 
+try:
+    from moonep_jax import _ffi_cpu
+except ImportError as error:
+    # Python puts the working directory first, so a checkout hides an installed package.
+    got, fix = "the source folder only", "install it with `pip install -e .`, or run outside of the checkout"
+    raise ImportError(message("moonep_jax", "the native module is missing", got, "a built package", fix)) from error
 try:
     from moonep_jax import _ffi_cuda  # pyright: ignore[reportAttributeAccessIssue]
 except ImportError:  # built without nvcc
