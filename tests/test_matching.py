@@ -38,7 +38,7 @@ MEETINGS = (
     "remat_scan",
     "remat_stacks",
 )
-OPPOSITE = [f"opposite_by_{by}_{how}" for by in ("name", "channel") for how in ("awaited", "unawaited")]
+OPPOSITE = [f"opposite_by_{by}_{how}" for by in ("name", "channel", "program") for how in ("awaited", "unawaited")]
 
 
 @pytest.fixture(scope="module", params=SHAPES)
