@@ -45,13 +45,12 @@ void LocalRank::Submit(std::unique_ptr<Call> call) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     refused = error_;
-    if (!refused) inbox_.push_back({std::move(call), 0, ++submitted_});
+    if (!refused) {
+      inbox_.push_back({std::move(call), 0, ++submitted_});
+      own().bell.Ring();  // under the lock: Stop sets error_ before the memory of the bell goes
+    }
   }
-  if (refused) {
-    Complete(std::move(call), refused);
-  } else {
-    own().bell.Ring();
-  }
+  if (refused) Complete(std::move(call), refused);
 }
 
 Failure LocalRank::error() {
