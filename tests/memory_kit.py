@@ -7,6 +7,7 @@ import ctypes
 import errno
 import mmap
 import os
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -144,3 +145,13 @@ def topology(groups: int, owners: list[int]) -> Topology:
             devices[g, r] = FakeDevice(g * len(owners) + r, g * count + p)
     mesh: Any = SimpleNamespace(devices=devices, axis_names=("dp", "ep"))
     return Topology.from_mesh(mesh, "ep")
+
+
+def outputs_of(workers: list[subprocess.Popen[str]], timeout_s: float) -> list[tuple[str, str]]:
+    """stdout and stderr of each worker; none is left behind, whatever happens."""
+    try:
+        return [w.communicate(timeout=timeout_s) for w in workers]
+    finally:
+        for w in workers:
+            w.kill()
+            w.wait()

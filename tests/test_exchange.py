@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from memory_kit import outputs_of
 
 from moonep_jax import _compat, exchange
 from moonep_jax.errors import ConfigError, MoonEPError, SetupError
@@ -377,12 +378,7 @@ def test_jax_distributed_store_between_two_processes() -> None:
     command = [sys.executable, "-c", WORKER, address]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     workers = [subprocess.Popen([*command, str(p)], **pipes) for p in (0, 1)]
-    try:
-        outputs = [w.communicate(timeout=50) for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-            w.wait()
+    outputs = outputs_of(workers, timeout_s=50)
     assert [w.returncode for w in workers] == [0, 0], outputs
     lines = [out.splitlines() for out, _ in outputs]
     assert lines[0] == lines[1] and lines[0][-1] == "OK", outputs

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory_kit import DIGEST, run_processes, same_text, topology
+from memory_kit import DIGEST, outputs_of, run_processes, same_text, topology
 
 from moonep_jax.env import Env
 from moonep_jax.exchange import Exchange, InProcessStore
@@ -180,12 +180,7 @@ def run_workers(transport: str, kind: str, cycles: int) -> list[list[str]]:
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     command = [sys.executable, "-c", WORKER, address, "2"]
     workers = [subprocess.Popen([*command, str(p), folder, transport, kind, str(cycles)], **pipes) for p in range(2)]
-    try:
-        outputs = [w.communicate(timeout=240) for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-            w.wait()
+    outputs = outputs_of(workers, timeout_s=240)
     assert [w.returncode for w in workers] == [0, 0], outputs
     return [out.splitlines() for out, _ in outputs]
 

@@ -21,6 +21,7 @@ from memory_kit import (
     PyMapper,
     nothing_left_open,  # noqa: F401  (fixtures)
     open_fds,
+    outputs_of,
     run_processes,
     same_text,
     topology,
@@ -287,10 +288,5 @@ def test_share_between_processes() -> None:
         subprocess.Popen([sys.executable, "-c", PROCESS, address, str(count), str(p), folder], **pipes)
         for p in range(count)
     ]
-    try:
-        outputs = [w.communicate(timeout=50) for w in workers]
-    finally:
-        for w in workers:
-            w.kill()
-            w.wait()
+    outputs = outputs_of(workers, timeout_s=50)
     assert [out for out, _ in outputs] == ["OK\n"] * count, outputs

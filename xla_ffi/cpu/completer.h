@@ -32,7 +32,6 @@ class Completer {
     }
     try {
       std::thread([this] { Loop(); }).detach();
-      ++threads_;
     } catch (const std::system_error&) {
       // No thread to be had: better one completion behind another than none at all.
       completion = std::move(work_.back());
@@ -40,12 +39,6 @@ class Completer {
       lock.unlock();
       completion();
     }
-  }
-
-  // Threads now alive; for tests of leaks.
-  int threads() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    return threads_;
   }
 
  private:
@@ -66,14 +59,12 @@ class Completer {
       }
       lock.lock();
     }
-    --threads_;
   }
 
   std::mutex mutex_;
   std::condition_variable wake_;
   std::deque<std::function<void()>> work_;
   size_t idle_ = 0;
-  int threads_ = 0;
 };
 
 }  // namespace moonep

@@ -4,7 +4,6 @@
 
 #include <cstdint>
 #include <cstring>
-#include <limits>
 
 #include "xla_ffi/common/operands.h"
 

@@ -14,7 +14,6 @@
 #include <stdexcept>
 
 #include "xla_ffi/common/shape_binding.h"
-#include "xla_ffi/cpu/completer.h"
 #include "xla_ffi/cpu/handlers.h"
 #include "xla_ffi/cpu/plan_rows.h"
 #include "xla_ffi/cpu/rank.h"
@@ -163,6 +162,5 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("executed", &Executed);
   m.def("stop", &Stop);
   m.def("limits", [] { return nb::dict(); });
-  m.def("completer_threads", [] { return moonep::Completer::Get().threads(); });
   m.def("plan_all", &PlanAll);
 }

@@ -18,7 +18,7 @@ constexpr int kParts = 4;
 
 // Why a rank gave up; what the host turns into text.
 struct ErrorRecord {
-  enum Code : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBusy = 3, kCorrupt = 4 };
+  enum Code : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBusy = 3 };
   uint32_t code;
   int32_t kind;
   int32_t ticket;

@@ -124,7 +124,6 @@ std::string GpuRank::Allocate() {
 }
 
 std::string GpuRank::Enqueue(const CallArgs& call, int64_t channel, int64_t site, cudaStream_t stream) {
-  if (std::string first = error(); !first.empty()) return first;
   if (std::string wrong = CheckOperands(view_.shape, call); !wrong.empty()) return wrong;
   if (call.rets.size() > kMaxLeaves && call.args.size() == call.rets.size() + 2) {
     return std::string(KindName(static_cast<int64_t>(call.kind))) + ": too many leaves; got " +
