@@ -57,7 +57,8 @@ class CpuBackend:
 class GpuBackend:
     """CUDA virtual memory, kernels."""
 
-    def __init__(self, devices: Iterable[Any], process_index: int) -> None:
+    def __init__(self, devices: Iterable[Any], process_index: int, variables: env.Env) -> None:
+        self._variables = variables
         self.module = native.module("gpu")
         self._ordinals = cuda.ordinals(devices, process_index)
         self.memory: MemoryBackend = cuda.CudaMemory(driver.load(), self._ordinals)
@@ -67,14 +68,18 @@ class GpuBackend:
         return self._ordinals[member.device_id]
 
     def options(self, config: EPConfig) -> dict[str, Any]:
-        """Grids: 0 is the library's choice."""
-        return {"link_blocks": config.num_sms or 0, "local_blocks": config.local_sms or 0}
+        """Grids (0 is the library's choice), and how rows are copied."""
+        return {
+            "link_blocks": config.num_sms or 0,
+            "local_blocks": config.local_sms or 0,
+            "bulk": self._variables.row_copy == "bulk",
+        }
 
 
 def make(platform: str, devices: Iterable[Any], process_index: int, variables: env.Env) -> Backend:
     """The backend for devices of a platform. Raises ConfigError when there is none here."""
     native.module(platform)  # says what is missing
-    return CpuBackend(variables) if platform == "cpu" else GpuBackend(devices, process_index)
+    return CpuBackend(variables) if platform == "cpu" else GpuBackend(devices, process_index, variables)
 
 
 def domain_shape(backend: Backend, config: EPConfig, ranks: int) -> Any:

@@ -21,6 +21,7 @@ PLAN_ARRAYS = ("dst_rank", "dst_row", "src", "primary", "next", "group_sizes", "
                "rank_rows", "ticket")  # fmt: skip
 _TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 PHASES = ("begin", "send", "wait", "local")
+WHOLE = 4  # all of them in one launch
 
 
 def available() -> bool:
@@ -92,7 +93,15 @@ class Group:
     """R ranks on one device, with a stream each."""
 
     def __init__(
-        self, ranks: int, *, link_blocks: int = 0, local_blocks: int = 0, timeout_s: float = 5.0, **shape: Any
+        self,
+        ranks: int,
+        *,
+        link_blocks: int = 0,
+        local_blocks: int = 0,
+        timeout_s: float = 5.0,
+        whole: bool = True,
+        bulk: bool = True,
+        **shape: Any,
     ):
         from cuda.bindings import runtime
 
@@ -104,26 +113,34 @@ class Group:
         self.chunks = [Buffer((total,), np.uint8, fill=0) for _ in range(ranks)]
         pointers = [c.pointer for c in self.chunks]
         self.ranks = [
-            _ffi_cuda.LoopbackRank(self.shape, r, pointers, timeout_s, 0, link_blocks, local_blocks)
+            _ffi_cuda.LoopbackRank(
+                shape=self.shape,
+                rank=r,
+                chunks=pointers,
+                timeout_s=timeout_s,
+                link_blocks=link_blocks,
+                local_blocks=local_blocks,
+                whole=whole,
+                bulk=bulk,
+            )
             for r in range(ranks)
         ]
         self.streams = [ok(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)) for _ in range(ranks)]
         self._site = 0
 
-    def launch(
-        self, kind: str, args: list[list[Buffer]], rets: list[list[Buffer]], phases: tuple[str, ...] = PHASES
-    ) -> None:
-        """Enqueues one call on every rank; args[r] and rets[r] are rank r's buffers."""
+    def launch(self, kind: str, args: list[list[Buffer]], rets: list[list[Buffer]]) -> None:
+        """Enqueues one call on every rank, as a handler would; args[r] and rets[r] are rank r's buffers."""
         self._site += 1
         raw = [([b.raw for b in a], [b.raw for b in o]) for a, o in zip(args, rets, strict=True)]
         number = KINDS[kind]
         for rank, (a, o) in zip(self.ranks, raw, strict=True):
             if wrong := rank.check(number, a, o):
                 raise ValueError(wrong)
+        phases = [WHOLE] if self.ranks[0].whole(number, *raw[0]) else range(len(PHASES))
         for round_ in range(self.ranks[0].rounds(number, *raw[0])):
             for phase in phases:
                 for rank, (a, o), stream in zip(self.ranks, raw, self.streams, strict=True):
-                    rank.launch(number, a, o, self._site, round_, PHASES.index(phase), int(stream))
+                    rank.launch(number, a, o, self._site, round_, phase, int(stream))
 
     def sync(self) -> None:
         """Waits for all streams; raises what a rank reports."""

@@ -121,6 +121,21 @@ MOONEP_HD inline Place Locate(const DomainShape& d, const PlanTables& t, int32_t
   return {low, t.group_row[first + low] + position};
 }
 
+// Most often all rows that a source routes to an expert lie in one stretch. Returns where it starts, packed, or -1 when
+// there is none: the rows are split, are none, or their place does not fit.
+constexpr int kRunRowBits = 24;
+MOONEP_HD inline int32_t RunOf(const DomainShape& d, const PlanTables& t, int32_t expert, int32_t source) {
+  const int32_t rows = t.count[static_cast<int64_t>(source) * d.experts + expert];
+  if (rows == 0) return -1;
+  const Place first = Locate(d, t, expert, source, 0);
+  const Place last = Locate(d, t, expert, source, rows - 1);
+  const bool whole = first.rank == last.rank && last.row - first.row == rows - 1;
+  return whole && last.row < 1 << kRunRowBits ? first.rank << kRunRowBits | first.row : -1;
+}
+MOONEP_HD inline Place RunPlace(int32_t run, int32_t i) {
+  return {run >> kRunRowBits, (run & ((1 << kRunRowBits) - 1)) + i};
+}
+
 // The primary of an assignment crosses the link for all of its token's rows on that rank: it is the one of lowest k.
 MOONEP_HD inline bool IsPrimary(const int32_t* dst_rank_of_token, int32_t k) {
   for (int32_t j = 0; j < k; ++j) {

@@ -127,11 +127,10 @@ MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const 
   return {CascadeMoves(team, d, s), true};
 }
 
-// alloc [E, R], rows of expert e that rank d computes, from the moves. The team may be another one than the planner's.
+// alloc [E, R], rows of expert e that rank d computes, from the moves; alloc is zero before. The team may be another
+// one than the planner's.
 template <class Team>
 MOONEP_HD void WriteAlloc(const Team& team, const DomainShape& d, PlannerState s, int32_t moves, int32_t* alloc) {
-  for (int64_t i = team.rank(); i < static_cast<int64_t>(d.experts) * d.ranks; i += team.size()) alloc[i] = 0;
-  team.sync();
   for (int e = team.rank(); e < d.experts; e += team.size()) {
     alloc[static_cast<int64_t>(e) * d.ranks + d.home_of(e)] = s.at_home[e];
   }

@@ -53,10 +53,22 @@ struct ControlBlockGpu {
   uint32_t seen[1024];  // tags of sites that were called before: their limit is the short one
 };
 
+// The planner works on tiles of a rank's ids: whole tokens, a block's worth of ids, a multiple of 8 ids.
+constexpr int kTileIds = 2048;
+MOONEP_HD constexpr int64_t PlanTile(const DomainShape& d) {
+  return static_cast<int64_t>(kTileIds / d.topk / 8 * 8) * d.topk;
+}
+MOONEP_HD constexpr int64_t PlanTiles(const DomainShape& d, int64_t tokens) {
+  return (tokens * d.topk + PlanTile(d) - 1) / PlanTile(d);
+}
+
 struct ChunkLayoutGpu {
   int64_t row_stride = 0;      // bytes
   int64_t ids_stride = 0;      // uint16 elements from source to source
+  int64_t tiles_stride = 0;    // the same for tile_counts
   int64_t ids = 0;             // [2, ranks, tokens*topk] uint16 by parity of the epoch, source
+  int64_t tile_counts = 0;     // [2, ranks, tiles, experts] uint16: ids of a tile that name an expert
+  int64_t counts = 0;          // [2, ranks, experts] int32: the same over all tiles
   int64_t rows = 0;            // [recv_rows(tokens)] rows, written by sources
   int64_t weights = 0;         // [recv_rows(tokens)] float32
   int64_t returns = 0;         // [tokens*topk] rows, written by the ranks that computed them
@@ -70,6 +82,7 @@ struct ChunkLayoutGpu {
     const int64_t rows = d.recv_rows(d.tokens);
     l.row_stride = AlignUp(d.row_bytes, 128);
     l.ids_stride = AlignUp(assignments, 8);
+    l.tiles_stride = PlanTiles(d, d.tokens) * d.experts;
     int64_t at = static_cast<int64_t>(sizeof(ControlBlockGpu));
     auto part = [&at](int64_t bytes) {
       at = AlignUp(at, 4096);
@@ -78,6 +91,8 @@ struct ChunkLayoutGpu {
       return start;
     };
     l.ids = part(2 * d.ranks * l.ids_stride * 2);
+    l.tile_counts = part(2 * d.ranks * l.tiles_stride * 2);
+    l.counts = part(int64_t{2} * d.ranks * d.experts * 4);
     l.rows = part(rows * l.row_stride);
     l.weights = part(rows * 4);
     l.returns = part(assignments * l.row_stride);
@@ -108,6 +123,14 @@ struct RankViewGpu {
   }
   MOONEP_HD uint16_t* ids(int32_t r, uint32_t parity, int32_t source) const {
     return reinterpret_cast<uint16_t*>(chunk[r] + layout.ids) + (parity * shape.ranks + source) * layout.ids_stride;
+  }
+  MOONEP_HD uint16_t* tile_counts(int32_t r, uint32_t parity, int32_t source) const {
+    return reinterpret_cast<uint16_t*>(chunk[r] + layout.tile_counts) +
+           (parity * shape.ranks + source) * layout.tiles_stride;
+  }
+  MOONEP_HD int32_t* counts(int32_t r, uint32_t parity, int32_t source) const {
+    return reinterpret_cast<int32_t*>(chunk[r] + layout.counts) +
+           static_cast<int64_t>(parity * shape.ranks + source) * shape.experts;
   }
 };
 

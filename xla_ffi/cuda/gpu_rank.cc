@@ -90,7 +90,7 @@ std::string GpuRank::Allocate() {
   const size_t ranks = static_cast<size_t>(d.ranks);
   const size_t cells = experts * ranks;
   const size_t tiles = static_cast<size_t>(PlanTiles(d, d.tokens));
-  const size_t bytes = (ranks * tiles * experts + ranks + cells * 5) * 4;
+  const size_t bytes = (ranks * tiles * experts + experts + cells * 5) * 4;
   if (cudaError_t e = cudaMalloc(&scratch_memory_, bytes); e != cudaSuccess) return CudaError("setup", e);
   if (cudaError_t e = cudaMemset(scratch_memory_, 0, bytes); e != cudaSuccess) return CudaError("setup", e);
   auto* at = static_cast<std::byte*>(scratch_memory_);
@@ -99,12 +99,12 @@ std::string GpuRank::Allocate() {
     at += count * 4;
     return p;
   };
-  scratch_.tiles_done = take(ranks);
+  scratch_.counts = take(experts);
   for (int32_t** table :
-       {&scratch_.count, &scratch_.alloc, &scratch_.src_prefix, &scratch_.dst_prefix, &scratch_.group_row}) {
+       {&scratch_.alloc, &scratch_.src_prefix, &scratch_.dst_prefix, &scratch_.group_row, &scratch_.runs}) {
     *table = take(cells);
   }
-  scratch_.tile_counts = take(ranks * tiles * experts);
+  scratch_.tile_prefix = take(ranks * tiles * experts);
 
   if (cudaError_t e = cudaHostAlloc(reinterpret_cast<void**>(&record_), sizeof(ErrorRecord), cudaHostAllocMapped);
       e != cudaSuccess) {
@@ -134,14 +134,19 @@ std::string GpuRank::Enqueue(const CallArgs& call, int64_t channel, int64_t site
   DeviceGuard guard(options_.device);
   const uint32_t hash = SiteHash(static_cast<int64_t>(call.kind), channel, site);
   const int64_t rounds = Rounds(call);
+  const bool whole = Whole(call);
   for (int64_t round = 0; round < rounds; ++round) {
-    for (int phase = 0; phase < kPhases; ++phase) {
-      if (cudaError_t e = Launch(call, hash, round, static_cast<Phase>(phase), stream); e != cudaSuccess) {
-        return CudaError(KindName(static_cast<int64_t>(call.kind)), e);
-      }
+    cudaError_t e = whole ? Launch(call, hash, round, Phase::kWhole, stream) : cudaSuccess;
+    for (int phase = 0; !whole && phase < kPhases && e == cudaSuccess; ++phase) {
+      e = Launch(call, hash, round, static_cast<Phase>(phase), stream);
     }
+    if (e != cudaSuccess) return CudaError(KindName(static_cast<int64_t>(call.kind)), e);
   }
   return "";
+}
+
+bool GpuRank::Whole(const CallArgs& call) const {
+  return options_.whole && call.kind == Kind::kPlan && PlanIsSmall(view_.shape, call.tokens());
 }
 
 int64_t GpuRank::Rounds(const CallArgs& call) const {
@@ -184,16 +189,19 @@ cudaError_t GpuRank::LaunchPlan(const CallArgs& call, const CallId& id, Phase ph
                     r[8].i32(), r[9].i32(), r[10].i32()},
                    scratch_,
                    view_.shape.recv_rows(s),
-                   PlanTile(view_.shape)};
+                   PlanTile(view_.shape),
+                   PlanTiles(view_.shape, s)};
   switch (phase) {
     case Phase::kBegin:
-      return LaunchBegin(view_, Part::kIds, id, false, stream);
+      return cudaSuccess;  // the send opens the call
     case Phase::kSend:
-      return LaunchPlanPush(view_, a, static_cast<int>(PlanTiles(view_.shape, s)), stream);
+      return LaunchPlanSend(view_, a, id, stream);
     case Phase::kWait:
-      return LaunchWait(view_, Part::kIds, stream);
+      return LaunchPlanTables(view_, a, stream);
     case Phase::kLocal:
       return LaunchPlanPlace(view_, a, stream);
+    case Phase::kWhole:
+      return LaunchPlanWhole(view_, a, id, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -207,13 +215,15 @@ cudaError_t GpuRank::LaunchDispatch(const CallArgs& call, const CallId& id, Phas
       call.rets[0].dims[0]};
   switch (phase) {
     case Phase::kBegin:
-      return LaunchBegin(view_, Part::kRows, id, true, stream);
+      return LaunchBegin(view_, Part::kRows, id, stream);
     case Phase::kSend:
       return LaunchDispatchSend(view_, a, options_.link_blocks, stream);
     case Phase::kWait:
       return LaunchWait(view_, Part::kRows, stream);
     case Phase::kLocal:
       return LaunchDispatchExpand(view_, a, options_.local_blocks, stream);
+    case Phase::kWhole:
+      break;
   }
   return cudaErrorInvalidValue;
 }
@@ -233,13 +243,15 @@ cudaError_t GpuRank::LaunchCombine(const CallArgs& call, const CallId& id, Phase
                       static_cast<RowType>(in[5].type)};
   switch (phase) {
     case Phase::kBegin:
-      return LaunchBegin(view_, Part::kReturns, id, true, stream);
+      return LaunchBegin(view_, Part::kReturns, id, stream);
     case Phase::kSend:
       return LaunchCombineSend(view_, a, options_.link_blocks, stream);
     case Phase::kWait:
       return LaunchWait(view_, Part::kReturns, stream);
     case Phase::kLocal:
       return LaunchCombineReduce(view_, a, options_.local_blocks, stream);
+    case Phase::kWhole:
+      break;
   }
   return cudaErrorInvalidValue;
 }
@@ -273,7 +285,7 @@ cudaError_t GpuRank::LaunchWeights(const CallArgs& call, const CallId& id, int64
   const bool push = call.kind == Kind::kPrefetch;
   switch (phase) {
     case Phase::kBegin:
-      return LaunchBegin(view_, Part::kSlots, id, true, stream);
+      return LaunchBegin(view_, Part::kSlots, id, stream);
     case Phase::kSend:
       return push ? LaunchPrefetchSend(view_, a, options_.link_blocks, stream)
                   : LaunchReduceStage(view_, a, options_.local_blocks, stream);
@@ -282,6 +294,8 @@ cudaError_t GpuRank::LaunchWeights(const CallArgs& call, const CallId& id, int64
     case Phase::kLocal:
       return push ? LaunchPrefetchExpand(view_, a, options_.local_blocks, stream)
                   : LaunchReducePull(view_, a, options_.link_blocks, stream);
+    case Phase::kWhole:
+      break;
   }
   return cudaErrorInvalidValue;
 }

@@ -22,11 +22,14 @@ struct GpuRankOptions {
   int device = 0;        // CUDA ordinal in this process
   int link_blocks = 0;   // grid of kernels that write to or read from peers; 0: the library's choice
   int local_blocks = 0;  // grid of kernels that stay on the device; 0: the library's choice
+  bool whole = true;     // calls of few bytes are one launch
+  bool bulk = true;      // rows are sent by bulk copies where their size and addresses allow it
   uint64_t limit_ns = 0;
   uint64_t first_limit_ns = 0;
 };
 
-enum class Phase : int { kBegin = 0, kSend = 1, kWait = 2, kLocal = 3 };
+// Phases of a call, in order; kWhole is all of them in one launch.
+enum class Phase : int { kBegin = 0, kSend = 1, kWait = 2, kLocal = 3, kWhole = 4 };
 constexpr int kPhases = 4;
 
 class GpuRank {
@@ -42,8 +45,9 @@ class GpuRank {
   // Launches a whole call on a stream; returns what is wrong, or an empty string. Only enqueues.
   std::string Enqueue(const CallArgs& call, int64_t channel, int64_t site, cudaStream_t stream);
 
-  // Rounds of a checked call, and one phase of one round.
+  // Of a checked call: its rounds, whether one launch does a round, and one phase of one round.
   int64_t Rounds(const CallArgs& call) const;
+  bool Whole(const CallArgs& call) const;
   cudaError_t Launch(const CallArgs& call, uint32_t site_hash, int64_t round, Phase phase, cudaStream_t stream);
 
   // Before Launch of kBegin, when this rank is timed alone: its peers' words for the call.

@@ -29,7 +29,7 @@ struct PlanPointers {
   int32_t* ticket;
 };
 
-cudaError_t LaunchBegin(const RankViewGpu& v, Part part, const CallId& id, bool credits, cudaStream_t stream);
+cudaError_t LaunchBegin(const RankViewGpu& v, Part part, const CallId& id, cudaStream_t stream);
 cudaError_t LaunchWait(const RankViewGpu& v, Part part, cudaStream_t stream);
 
 // For timing one rank alone: posts its peers' words for the call that follows on the stream.
@@ -39,19 +39,15 @@ cudaError_t LaunchCopy(void* to, const void* from, int64_t bytes, int blocks, cu
 
 // -- plan (plan.cu) ---------------------------------------------------------------------------------------------------
 
-// Device memory of one rank that only its own kernels use; sizes in PlanScratchBytes.
+// Device memory of one rank that only its own kernels use.
 struct PlanScratch {
-  int32_t* tile_counts;  // [R, tiles, E]
-  int32_t* tiles_done;   // [R], zero between launches
-  int32_t* count;        // [R, E]
+  int32_t* counts;       // [E], zero between launches
   int32_t* alloc;        // [E, R]
   int32_t* src_prefix;   // [R, E]
   int32_t* dst_prefix;   // [E, R]
   int32_t* group_row;    // [E, R]
-
-  MOONEP_HD PlanTables tables(int32_t* slot_expert) const {
-    return {count, alloc, src_prefix, dst_prefix, group_row, slot_expert};
-  }
+  int32_t* runs;         // [R, E] RunOf
+  int32_t* tile_prefix;  // [R, tiles, E]
 };
 
 struct PlanArgs {
@@ -59,16 +55,18 @@ struct PlanArgs {
   const int32_t* ids;  // [s, K]
   PlanPointers plan;
   PlanScratch scratch;
-  int64_t rows;  // N
-  int64_t tile;  // PlanTile(shape)
+  int64_t rows;   // N
+  int64_t tile;   // PlanTile(shape)
+  int64_t tiles;  // PlanTiles(shape, tokens)
 };
 
-// Ids per block, a whole number of tokens; and blocks per source.
-int64_t PlanTile(const DomainShape& d);
-int64_t PlanTiles(const DomainShape& d, int64_t tokens);
+// Few ids: one launch.
+bool PlanIsSmall(const DomainShape& d, int64_t tokens);
+cudaError_t LaunchPlanWhole(const RankViewGpu& v, const PlanArgs& a, const CallId& id, cudaStream_t stream);
 
-cudaError_t LaunchPlanPush(const RankViewGpu& v, const PlanArgs& a, int blocks, cudaStream_t stream);
-// After the wait: counts, tables, places.
+// Else three: push ids and counts (opens the call by itself), wait and make the tables, place the rows.
+cudaError_t LaunchPlanSend(const RankViewGpu& v, const PlanArgs& a, const CallId& id, cudaStream_t stream);
+cudaError_t LaunchPlanTables(const RankViewGpu& v, const PlanArgs& a, cudaStream_t stream);
 cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_t stream);
 
 // -- rows (rows.cu) ---------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <memory>
@@ -23,22 +24,20 @@ namespace {
 using moonep::ChunkLayoutGpu;
 using moonep::DomainShape;
 using moonep::GpuRank;
+using moonep::GpuRankOptions;
+
+uint64_t Ns(double seconds) { return static_cast<uint64_t>(seconds * 1e9); }
 
 std::unique_ptr<GpuRank> MakeRank(const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks,
-                                  std::vector<std::string> labels, std::string group, double timeout_s,
-                                  double first_call_timeout_s, int device, int link_blocks, int local_blocks) {
+                                  std::vector<std::string> labels, std::string group, const GpuRankOptions& options) {
   if (static_cast<int32_t>(chunks.size()) != shape.ranks || labels.size() != chunks.size()) {
     throw std::invalid_argument("setup: one chunk and one label per rank; got " + std::to_string(chunks.size()) +
                                 " and " + std::to_string(labels.size()) + ", expected " + std::to_string(shape.ranks));
   }
   std::vector<std::byte*> pointers;
   for (uintptr_t chunk : chunks) pointers.push_back(reinterpret_cast<std::byte*>(chunk));
-  const auto ns = [](double s) { return static_cast<uint64_t>(s * 1e9); };
   std::string wrong;
-  auto made = std::make_unique<GpuRank>(
-      shape, rank, pointers,
-      moonep::GpuRankOptions{device, link_blocks, local_blocks, ns(timeout_s), ns(first_call_timeout_s)},
-      std::move(labels), std::move(group), &wrong);
+  auto made = std::make_unique<GpuRank>(shape, rank, pointers, options, std::move(labels), std::move(group), &wrong);
   if (!wrong.empty()) throw std::runtime_error(wrong);
   return made;
 }
@@ -80,10 +79,15 @@ NB_MODULE(_ffi_cuda, m) {
       "add_rank",
       [](int64_t domain, int64_t device, const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks,
          std::vector<std::string> labels, std::string group, double timeout_s, double first_call_timeout_s,
-         int link_blocks, int local_blocks) {
-        std::shared_ptr<GpuRank> made =
-            MakeRank(shape, rank, chunks, std::move(labels), std::move(group), timeout_s, first_call_timeout_s,
-                     static_cast<int>(device), link_blocks, local_blocks);
+         int link_blocks, int local_blocks, bool bulk) {
+        GpuRankOptions options;
+        options.device = static_cast<int>(device);
+        options.link_blocks = link_blocks;
+        options.local_blocks = local_blocks;
+        options.bulk = bulk;
+        options.limit_ns = Ns(timeout_s);
+        options.first_limit_ns = Ns(first_call_timeout_s);
+        std::shared_ptr<GpuRank> made = MakeRank(shape, rank, chunks, std::move(labels), std::move(group), options);
         if (!moonep::GpuRegistry::Get().Add(domain, device, std::move(made))) {
           throw std::invalid_argument("setup: device " + std::to_string(device) + " is already a rank of domain " +
                                       std::to_string(domain));
@@ -91,7 +95,7 @@ NB_MODULE(_ffi_cuda, m) {
       },
       nb::kw_only(), nb::arg("domain"), nb::arg("device"), nb::arg("shape"), nb::arg("rank"), nb::arg("chunks"),
       nb::arg("labels"), nb::arg("group"), nb::arg("timeout_s"), nb::arg("first_call_timeout_s"),
-      nb::arg("link_blocks"), nb::arg("local_blocks"));
+      nb::arg("link_blocks"), nb::arg("local_blocks"), nb::arg("bulk"));
   m.def("error", [](int64_t domain) -> std::optional<std::string> {
     for (const auto& rank : moonep::GpuRegistry::Get().RanksOf(domain)) {
       if (std::string text = rank->error(); !text.empty()) return text;
@@ -126,26 +130,28 @@ NB_MODULE(_ffi_cuda, m) {
 
   // Ranks without XLA, several of them on one device: launched phase by phase, breadth-first.
   nb::class_<GpuRank>(m, "LoopbackRank")
-      .def("__init__",
-           [](GpuRank* self, const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks,
-              double timeout_s, int device, int link_blocks, int local_blocks) {
+      .def(nb::new_([](const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks, double timeout_s,
+                       int device, int link_blocks, int local_blocks, bool whole, bool bulk) {
              std::vector<std::string> labels;
-             std::vector<std::byte*> pointers;
-             for (size_t r = 0; r < chunks.size(); ++r) {
-               labels.push_back("rank " + std::to_string(r));
-               pointers.push_back(reinterpret_cast<std::byte*>(chunks[r]));
-             }
-             const uint64_t ns = static_cast<uint64_t>(timeout_s * 1e9);
-             std::string wrong;
-             new (self)
-                 GpuRank(shape, rank, pointers, moonep::GpuRankOptions{device, link_blocks, local_blocks, ns, ns},
-                         std::move(labels), "the loop-back group", &wrong);
-             if (!wrong.empty()) throw std::runtime_error(wrong);
-           })
+             for (size_t r = 0; r < chunks.size(); ++r) labels.push_back("rank " + std::to_string(r));
+             GpuRankOptions options;
+             options.device = device;
+             options.link_blocks = link_blocks;
+             options.local_blocks = local_blocks;
+             options.whole = whole;
+             options.bulk = bulk;
+             options.limit_ns = options.first_limit_ns = Ns(timeout_s);
+             return MakeRank(shape, rank, chunks, std::move(labels), "the loop-back group", options);
+           }),
+           nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("chunks"), nb::arg("timeout_s"),
+           nb::arg("device") = 0, nb::arg("link_blocks") = 0, nb::arg("local_blocks") = 0, nb::arg("whole") = true,
+           nb::arg("bulk") = true)
       .def("check",
            [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args, const std::vector<Buffer>& rets) {
              return moonep::CheckOperands(self.shape(), MakeCall(kind, args, rets));
            })
+      .def("whole", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
+                       const std::vector<Buffer>& rets) { return self.Whole(MakeCall(kind, args, rets)); })
       .def("rounds", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
                         const std::vector<Buffer>& rets) { return self.Rounds(MakeCall(kind, args, rets)); })
       .def("launch",

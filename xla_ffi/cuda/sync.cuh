@@ -1,13 +1,17 @@
 // How ranks wait for each other on the device: sync words, limits, the error record, and the tail of a data kernel.
 //
-// Rules: a block of a grid with more than one block never waits for a peer, so nothing here needs co-residency; data
-// kernels publish in their tail, and kernels of one block wait. The host never takes part: epochs, limits and
-// first-call marks live in device memory, so a captured graph replays correctly.
+// Rules: only a grid of one block or of one cluster waits for a peer - the hardware makes such a grid resident as a
+// whole, so nothing here depends on what else is on the device; data kernels of larger grids publish in their tail. The
+// host never takes part: epochs, limits and first-call marks live in device memory, so a captured graph replays
+// correctly.
 #pragma once
+
+#include <cooperative_groups.h>
 
 #include <cstdint>
 
 #include "xla_ffi/cuda/chunk.h"
+#include "xla_ffi/cuda/launch.cuh"
 
 namespace moonep {
 
@@ -119,6 +123,62 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
   return complete;
 }
 
+// A rank whose error word is set in this rank's control block, or -1. Called by a whole block of at least kMaxRanks
+// threads.
+__device__ inline int32_t FailedRank(const RankViewGpu& v) {
+  __shared__ int32_t failed;
+  __syncthreads();  // the call before may still read it
+  if (threadIdx.x == 0) failed = -1;
+  __syncthreads();
+  const int r = static_cast<int>(threadIdx.x);
+  if (r < v.shape.ranks && LoadRelaxedSys(&v.own().error[r].value) != 0) failed = r;  // any of them
+  __syncthreads();
+  return failed;
+}
+
+// Opens a call: its epoch, ticket and tag. Called by a whole block; `failed` comes from FailedRank. Returns whether the
+// call may touch peers.
+__device__ inline bool OpenCall(const RankViewGpu& v, Part which, const CallId& id, int32_t failed) {
+  ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
+  __shared__ bool live;
+  if (threadIdx.x == 0) {
+    part.epoch += 1;
+    part.kind = id.kind;
+    // A plan's ticket is its epoch, without the sign bit: -1 says "poisoned".
+    part.ticket = id.ticket != nullptr ? *id.ticket : static_cast<int32_t>(part.epoch & 0x7fffffffu);
+    part.tag = MixTag(id.site_hash, id.ticket != nullptr ? part.ticket : 0);
+    if (failed >= 0) {
+      AdoptError(v, failed);
+    } else if (part.busy != 0) {
+      RaiseError(v, {ErrorRecord::kBusy, part.kind, part.ticket, v.rank, {0, 0}, 0});
+    }
+    live = failed < 0 && part.busy == 0 && part.ticket >= 0;
+    part.busy = 1;
+    part.live = live;
+  }
+  __syncthreads();
+  return live;
+}
+
+// Opens a call and waits for its credits: a receiver may still copy out what was sent in the epoch before.
+__device__ inline void BeginCall(const RankViewGpu& v, Part which, const CallId& id) {
+  ControlBlockGpu& own = v.own();
+  ControlBlockGpu::PartState& part = own.part[static_cast<int>(which)];
+  const bool live = OpenCall(v, which, id, FailedRank(v));
+  if (!live) return;
+  const bool ok = WaitForAll(v, own.consumed[static_cast<int>(which)], part.epoch - 1, false, part);
+  if (threadIdx.x == 0) part.live = ok;
+}
+
+// Waits for the data of all ranks; called by a whole block.
+__device__ inline void WaitArrived(const RankViewGpu& v, Part which) {
+  ControlBlockGpu& own = v.own();
+  ControlBlockGpu::PartState& part = own.part[static_cast<int>(which)];
+  if (part.live == 0) return;
+  const bool ok = WaitForAll(v, own.arrived[static_cast<int>(which)], part.epoch, true, part);
+  if (threadIdx.x == 0 && !ok) part.live = 0;
+}
+
 // The end of a data kernel. The last block to come here calls `publish` (all threads), after all writes of all blocks.
 // Writes by bulk copies must have been waited for (complete, not read-only) by the threads that issued them.
 template <class F>
@@ -150,6 +210,29 @@ __device__ inline void PublishConsumed(const RankViewGpu& v, Part which, Control
     StoreReleaseSys(&v.control(r).consumed[static_cast<int>(which)][v.rank].value, word);
   }
   if (threadIdx.x == 0) part.busy = 0;
+}
+
+// A whole call in a kernel of one cluster, for calls of so few bytes that launches would cost more than the work. The
+// barrier of the cluster orders memory among its blocks, so what one block acquires from a peer the others may read,
+// and what one block releases to a peer covers the writes of the others.
+template <class Send, class Local>
+__device__ inline void WholeCall(const RankViewGpu& v, Part which, const CallId& id, Send send, Local local) {
+  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
+  ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
+  const bool leads = cluster.block_rank() == 0;
+  if (leads) BeginCall(v, which, id);
+  cluster.sync();
+  const bool live = part.live != 0;
+  if (live) send();
+  cluster.sync();
+  if (leads && live) {
+    PublishArrived(v, which, part);
+    WaitArrived(v, which);
+  }
+  cluster.sync();
+  local();
+  cluster.sync();
+  if (leads) PublishConsumed(v, which, part);
 }
 
 }  // namespace moonep

@@ -30,9 +30,14 @@ class WarpTeam {
   template <class F>
   __device__ Largest largest(int n, F value) const {
     Largest best{INT32_MIN, INT32_MAX};
-    for (int i = rank(); i < n; i += 32) {
-      const int32_t v = value(i);
-      if (v > best.value) best = {v, i};
+    for (int base = rank(); base < n; base += 32 * kBatch) {
+      int32_t here[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) here[b] = base + 32 * b < n ? value(base + 32 * b) : INT32_MIN;
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        if (here[b] > best.value) best = {here[b], base + 32 * b};
+      }
     }
     const int32_t top = __reduce_max_sync(kAll, best.value);
     return {top, __reduce_min_sync(kAll, best.value == top ? best.index : INT32_MAX)};
