@@ -120,7 +120,7 @@ class Group:
                 timeout_s=timeout_s,
                 link_blocks=link_blocks,
                 local_blocks=local_blocks,
-                whole=whole,
+                whole=whole and ranks <= 8,  # a waiting cluster per rank: more are not sure to fit on one GPU
                 bulk=bulk,
             )
             for r in range(ranks)

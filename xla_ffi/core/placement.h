@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "xla_ffi/core/layout.h"
+#include "xla_ffi/core/planner.h"
 #include "xla_ffi/core/team.h"
 
 namespace moonep {
@@ -17,7 +18,7 @@ struct PlanTables {
   const int32_t* alloc;  // [E, R] rows of expert e that rank d computes
   int32_t* src_prefix;   // [R, E] non-local rows of expert e on ranks before r
   int32_t* dst_prefix;   // [E, R] non-local places of expert e on ranks before d
-  int32_t* group_row;    // [E, R] first row of expert e's group on rank d; -1 when it has none there
+  int32_t* group_row;    // [E, R] first row of expert e's group on rank d, where it has one
   int32_t* slot_expert;  // [R, epn] foreign experts of rank d, ascending; -1 unused
 };
 
@@ -50,57 +51,56 @@ MOONEP_HD void BuildPrefixes(const Team& team, const DomainShape& d, const PlanT
       });
 }
 
-// The groups of one rank: own experts, then slots with the foreign experts in ascending id; each group starts at the
-// padded end of the one before. Fills group_row and slot_expert of the rank; and, unless null, group_sizes (padded) and
-// group_rows [2*epn]. Returns the rank's rows.
+// The groups of a rank's own experts; each starts at the padded end of the one before. Fills group_row and, unless
+// null, group_sizes (padded) and group_rows [epn]. Returns where the slots start.
 template <class Team>
-MOONEP_HD int32_t BuildGroups(const Team& team, const DomainShape& d, const PlanTables& t, int32_t rank,
-                              int32_t* group_sizes, int32_t* group_rows) {
+MOONEP_HD int32_t BuildOwnGroups(const Team& team, const DomainShape& d, const PlanTables& t, const int32_t* at_home,
+                                 int32_t rank, int32_t* group_sizes, int32_t* group_rows) {
   const int32_t epn = d.epn();
   const int32_t first = rank * epn;
-  int32_t* slots = t.slot_expert + static_cast<int64_t>(rank) * epn;
-  auto cell = [&](int e) { return static_cast<int64_t>(e) * d.ranks + rank; };
-  auto padded = [&](int e) { return AlignUp(t.alloc[cell(e)], d.padding); };
-  auto set = [&](int32_t group, int e, int64_t row) {
-    t.group_row[cell(e)] = t.alloc[cell(e)] > 0 ? static_cast<int32_t>(row) : -1;
+  auto padded = [&](int i) { return AlignUp(at_home[first + i], d.padding); };
+  return static_cast<int32_t>(team.scan(epn, padded, [&](int i, int64_t row) {
+    t.group_row[static_cast<int64_t>(first + i) * d.ranks + rank] = static_cast<int32_t>(row);
     if (group_sizes == nullptr) return;
-    group_sizes[group] = static_cast<int32_t>(padded(e));
-    group_rows[group] = t.alloc[cell(e)];
-  };
-  const int64_t own =
-      team.scan(epn, [&](int i) { return padded(first + i); }, [&](int i, int64_t row) { set(i, first + i, row); });
-  // Slots and rows in one scan: slots above bit 40, rows below.
-  auto is_own = [&](int e) { return e >= first && e < first + epn; };
-  auto foreign = [&](int e) { return !is_own(e) && t.alloc[cell(e)] > 0; };
-  const int64_t all = team.scan(
-      d.experts, [&](int e) { return foreign(e) ? (int64_t{1} << 40) + padded(e) : int64_t{0}; },
-      [&](int e, int64_t before) {
-        if (is_own(e)) return;
-        if (!foreign(e)) {
-          t.group_row[cell(e)] = -1;
-          return;
-        }
-        const int32_t slot = static_cast<int32_t>(before >> 40);
-        slots[slot] = e;
-        set(epn + slot, e, own + (before & ((int64_t{1} << 40) - 1)));
-      });
-  for (int32_t slot = static_cast<int32_t>(all >> 40) + team.rank(); slot < epn; slot += team.size()) {
-    slots[slot] = -1;
-    if (group_sizes != nullptr) group_sizes[epn + slot] = group_rows[epn + slot] = 0;
-  }
-  return team.sum(d.experts, [&](int e) { return t.alloc[cell(e)]; });
+    group_sizes[i] = static_cast<int32_t>(padded(i));
+    group_rows[i] = at_home[first + i];
+  }));
 }
 
-// Place of the i-th row (token-then-k order) that rank `source` routes to `expert`.
-MOONEP_HD inline Place Locate(const DomainShape& d, const PlanTables& t, int32_t expert, int32_t source, int32_t i) {
-  const int64_t first = static_cast<int64_t>(expert) * d.ranks;
-  const int32_t local = LocalRows(d, t, expert, source);
-  if (i < local) return {source, t.group_row[first + source] + i};
-  const int32_t g = t.src_prefix[static_cast<int64_t>(source) * d.experts + expert] + (i - local);
-  // The last rank whose places start at or before g; ranks without places share the start of the next one. Halving
-  // until few are left, then all of them at once: loads that do not wait for each other.
+// The slots of all ranks: a rank's foreign experts in ascending id. slots_row [R] is where each rank's slots start.
+// Fills slot_expert and group_row, and group_sizes and group_rows [epn] of the slots of rank `me`. Moves are few, and
+// none names a pair of expert and rank twice: a move's slot is the number of moves to the same rank with a lower
+// expert.
+template <class Team>
+MOONEP_HD void BuildSlots(const Team& team, const DomainShape& d, const PlanTables& t, const Move* moves, int32_t count,
+                          const int32_t* slots_row, int32_t me, int32_t* group_sizes, int32_t* group_rows) {
+  const int32_t epn = d.epn();
+  for (int i = team.rank(); i < d.experts; i += team.size()) t.slot_expert[i] = -1;
+  for (int i = team.rank(); i < epn; i += team.size()) group_sizes[i] = group_rows[i] = 0;
+  team.sync();
+  for (int i = team.rank(); i < count; i += team.size()) {
+    const Move move = moves[i];
+    int32_t slot = 0;
+    int32_t row = slots_row[move.to];
+    for (int j = 0; j < count; ++j) {
+      const bool below = moves[j].to == move.to && moves[j].expert < move.expert;
+      slot += below ? 1 : 0;
+      row += below ? static_cast<int32_t>(AlignUp(moves[j].rows, d.padding)) : 0;
+    }
+    t.slot_expert[move.to * epn + slot] = move.expert;
+    t.group_row[static_cast<int64_t>(move.expert) * d.ranks + move.to] = row;
+    if (move.to != me) continue;
+    group_sizes[slot] = static_cast<int32_t>(AlignUp(move.rows, d.padding));
+    group_rows[slot] = move.rows;
+  }
+}
+
+// The rank that holds non-local place g of an expert: the last one whose places start at or before g. Ranks without
+// places share the start of the next one.
+MOONEP_HD inline int32_t RankOf(const DomainShape& d, const PlanTables& t, int32_t expert, int32_t g) {
+  // Halving until few are left, then all of them at once: loads that do not wait for each other.
   constexpr int32_t kFew = 8;
-  const int32_t* starts = t.dst_prefix + first;
+  const int32_t* starts = t.dst_prefix + static_cast<int64_t>(expert) * d.ranks;
   int32_t low = 0;
   int32_t high = d.ranks - 1;
   while (high - low >= kFew) {
@@ -116,9 +116,21 @@ MOONEP_HD inline Place Locate(const DomainShape& d, const PlanTables& t, int32_t
 #pragma unroll
 #endif
   for (int32_t k = 1; k < kFew; ++k) later += low + k <= high && starts[low + k] <= g ? 1 : 0;
-  low += later;
-  const int32_t position = LocalRows(d, t, expert, low) + (g - t.dst_prefix[first + low]);
-  return {low, t.group_row[first + low] + position};
+  return low + later;
+}
+
+// A row's place on the rank that holds non-local place g, behind that rank's own rows.
+MOONEP_HD inline Place PlaceOn(const DomainShape& d, const PlanTables& t, int32_t expert, int32_t rank, int32_t g) {
+  const int64_t cell = static_cast<int64_t>(expert) * d.ranks + rank;
+  return {rank, t.group_row[cell] + LocalRows(d, t, expert, rank) + (g - t.dst_prefix[cell])};
+}
+
+// Place of the i-th row (token-then-k order) that rank `source` routes to `expert`.
+MOONEP_HD inline Place Locate(const DomainShape& d, const PlanTables& t, int32_t expert, int32_t source, int32_t i) {
+  const int32_t local = LocalRows(d, t, expert, source);
+  if (i < local) return {source, t.group_row[static_cast<int64_t>(expert) * d.ranks + source] + i};
+  const int32_t g = t.src_prefix[static_cast<int64_t>(source) * d.experts + expert] + (i - local);
+  return PlaceOn(d, t, expert, RankOf(d, t, expert, g), g);
 }
 
 // Most often all rows that a source routes to an expert lie in one stretch. Returns where it starts, packed, or -1 when
@@ -126,11 +138,18 @@ MOONEP_HD inline Place Locate(const DomainShape& d, const PlanTables& t, int32_t
 constexpr int kRunRowBits = 24;
 MOONEP_HD inline int32_t RunOf(const DomainShape& d, const PlanTables& t, int32_t expert, int32_t source) {
   const int32_t rows = t.count[static_cast<int64_t>(source) * d.experts + expert];
-  if (rows == 0) return -1;
-  const Place first = Locate(d, t, expert, source, 0);
-  const Place last = Locate(d, t, expert, source, rows - 1);
-  const bool whole = first.rank == last.rank && last.row - first.row == rows - 1;
-  return whole && last.row < 1 << kRunRowBits ? first.rank << kRunRowBits | first.row : -1;
+  const int32_t local = LocalRows(d, t, expert, source);
+  if (rows == 0 || (local > 0 && local < rows)) return -1;
+  Place first{source, t.group_row[static_cast<int64_t>(expert) * d.ranks + source]};
+  if (local == 0) {
+    const int32_t g = t.src_prefix[static_cast<int64_t>(source) * d.experts + expert];
+    const int32_t rank = RankOf(d, t, expert, g);
+    const int64_t cell = static_cast<int64_t>(expert) * d.ranks + rank;
+    const int32_t end = t.dst_prefix[cell] + t.alloc[cell] - LocalRows(d, t, expert, rank);
+    if (g + rows > end) return -1;
+    first = PlaceOn(d, t, expert, rank, g);
+  }
+  return first.row + rows <= 1 << kRunRowBits ? first.rank << kRunRowBits | first.row : -1;
 }
 MOONEP_HD inline Place RunPlace(int32_t run, int32_t i) {
   return {run >> kRunRowBits, (run & ((1 << kRunRowBits) - 1)) + i};

@@ -127,6 +127,11 @@ MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const 
   return {CascadeMoves(team, d, s), true};
 }
 
+// Rows that a rank computes under the moves.
+MOONEP_HD inline int32_t RankRows(const DomainShape& d, PlannerState s, int32_t total, int32_t rank) {
+  return Capacity(total, d.ranks, rank) + s.balance[rank];
+}
+
 // alloc [E, R], rows of expert e that rank d computes, from the moves; alloc is zero before. The team may be another
 // one than the planner's.
 template <class Team>

@@ -48,7 +48,9 @@ class HostTables {
         dst_prefix_(Cells()),
         group_row_(Cells()),
         slot_expert_(static_cast<size_t>(d.experts)),
-        home_rows_(static_cast<size_t>(d.ranks), 0) {
+        home_rows_(static_cast<size_t>(d.ranks), 0),
+        at_home_(static_cast<size_t>(d.experts)),
+        moves_(static_cast<size_t>(MaxMoves(d))) {
     const size_t experts = static_cast<size_t>(d.experts);
     const size_t ranks = static_cast<size_t>(d.ranks);
     std::vector<int32_t> totals(experts, 0);
@@ -56,24 +58,31 @@ class HostTables {
       for (size_t e = 0; e < experts; ++e) {
         count_[r * experts + e] = in.counts[r][e];
         totals[e] += in.counts[r][e];
+        total_ += in.counts[r][e];
       }
     }
     for (size_t e = 0; e < experts; ++e) home_rows_[e / static_cast<size_t>(d.epn())] += totals[e];
-    std::vector<int32_t> at_home(experts), balance(ranks), quota(ranks), giver(ranks), foreign(ranks);
-    std::vector<Move> moves(static_cast<size_t>(MaxMoves(d)));
-    const PlannerState state{at_home.data(), balance.data(), quota.data(), giver.data(), foreign.data(), moves.data()};
-    const PlannerResult result = PlanMoves(SerialTeam{}, d, totals.data(), home_rows_.data(), state);
-    cascade_ = result.cascade;
-    WriteAlloc(SerialTeam{}, d, state, result.moves, alloc_.data());
+    balance_.resize(ranks);
+    std::vector<int32_t> quota(ranks), giver(ranks), foreign(ranks);
+    state_ = {at_home_.data(), balance_.data(), quota.data(), giver.data(), foreign.data(), moves_.data()};
+    result_ = PlanMoves(SerialTeam{}, d, totals.data(), home_rows_.data(), state_);
+    WriteAlloc(SerialTeam{}, d, state_, result_.moves, alloc_.data());
     for (int32_t e = 0; e < d.experts; ++e) BuildPrefixes(SerialTeam{}, d, tables(), e);
   }
 
   void Groups(int32_t me, const PlanArrays& out) {
+    const SerialTeam team;
+    std::vector<int32_t> slots_row(static_cast<size_t>(d_.ranks));
     for (int32_t r = 0; r < d_.ranks; ++r) {
-      out.rank_rows[r] = BuildGroups(SerialTeam{}, d_, tables(), r, r == me ? out.group_sizes : nullptr,
-                                     r == me ? out.group_rows : nullptr);
+      const bool mine = r == me;
+      slots_row[static_cast<size_t>(r)] =
+          BuildOwnGroups(team, d_, tables(), at_home_.data(), r, mine ? out.group_sizes : nullptr, out.group_rows);
       out.home_rows[r] = home_rows_[static_cast<size_t>(r)];
+      out.rank_rows[r] = RankRows(d_, state_, total_, r);
     }
+    const int32_t epn = d_.epn();
+    BuildSlots(team, d_, tables(), moves_.data(), result_.moves, slots_row.data(), me, out.group_sizes + epn,
+               out.group_rows + epn);
     for (size_t i = 0; i < slot_expert_.size(); ++i) out.slot_expert[i] = slot_expert_[i];
   }
 
@@ -81,7 +90,7 @@ class HostTables {
     return {count_.data(),      alloc_.data(),     src_prefix_.data(),
             dst_prefix_.data(), group_row_.data(), slot_expert_.data()};
   }
-  bool cascade() const { return cascade_; }
+  bool cascade() const { return result_.cascade; }
   const std::vector<int32_t>& alloc() const { return alloc_; }
 
  private:
@@ -89,7 +98,11 @@ class HostTables {
 
   DomainShape d_;
   std::vector<int32_t> count_, alloc_, src_prefix_, dst_prefix_, group_row_, slot_expert_, home_rows_;
-  bool cascade_ = false;
+  std::vector<int32_t> at_home_, balance_;
+  std::vector<Move> moves_;
+  PlannerState state_ = {};
+  PlannerResult result_ = {};
+  int32_t total_ = 0;
 };
 
 // Where this rank's assignments go.

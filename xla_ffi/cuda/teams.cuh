@@ -1,4 +1,5 @@
-// Device threads as the teams that run xla_ffi/core: a warp for chains of small decisions, a block for plain loops.
+// Device threads as the teams that run xla_ffi/core: lanes of a warp for chains of small decisions and for sums, a
+// block for plain loops. What runs here runs once per call, out of cold instruction caches: small code is fast code.
 #pragma once
 
 #include <cstdint>
@@ -7,13 +8,44 @@
 
 namespace moonep {
 
-// All 32 lanes call every method together.
-class WarpTeam {
+constexpr unsigned kAllLanes = 0xffffffffu;
+
+// kLanes neighbouring lanes; all lanes of the warp call every method together. kBatch: loads under way per lane.
+template <int kLanes, int kBatch = 1>
+class LaneTeam {
  public:
-  __device__ int rank() const { return static_cast<int>(threadIdx.x) % 32; }
-  __device__ int size() const { return 32; }
+  __device__ int rank() const { return static_cast<int>(threadIdx.x) % kLanes; }
+  __device__ int size() const { return kLanes; }
   __device__ void sync() const { __syncwarp(); }
 
+  template <class F, class Sink>
+  __device__ int64_t scan(int n, F value, Sink sink) const {
+    int64_t before = 0;
+#pragma unroll 1
+    for (int base = rank(); base < n + rank(); base += kLanes * kBatch) {
+      int64_t here[kBatch];  // values first: they come from memory, and each alone would wait for it
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) here[b] = base + kLanes * b < n ? value(base + kLanes * b) : 0;
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) {
+        int64_t sum = here[b];
+#pragma unroll
+        for (int offset = 1; offset < kLanes; offset *= 2) {
+          const int64_t left = __shfl_up_sync(kAllLanes, sum, offset, kLanes);
+          if (rank() >= offset) sum += left;
+        }
+        if (base + kLanes * b < n) sink(base + kLanes * b, before + sum - here[b]);
+        before += __shfl_sync(kAllLanes, sum, kLanes - 1, kLanes);
+      }
+    }
+    return before;
+  }
+};
+
+// A whole warp. Wide is for values whose size reaches 2^22.
+template <bool Wide>
+class WarpTeam : public LaneTeam<32, 4> {
+ public:
   template <class F>
   __device__ void single(F f) const {
     if (rank() == 0) f();
@@ -23,107 +55,46 @@ class WarpTeam {
   template <class F>
   __device__ int32_t sum(int n, F value) const {
     int32_t part = 0;
+#pragma unroll 1
     for (int i = rank(); i < n; i += 32) part += value(i);
-    return __reduce_add_sync(kAll, part);
+    return __reduce_add_sync(kAllLanes, part);
   }
 
+  // n <= 512 unless Wide. A value and its index are compared as one number, the lower index as the larger one.
   template <class F>
   __device__ Largest largest(int n, F value) const {
+    constexpr int kBits = 9;
+    constexpr int32_t kLast = (1 << kBits) - 1;
     Largest best{INT32_MIN, INT32_MAX};
+#pragma unroll 1
     for (int base = rank(); base < n; base += 32 * kBatch) {
       int32_t here[kBatch];
 #pragma unroll
-      for (int b = 0; b < kBatch; ++b) here[b] = base + 32 * b < n ? value(base + 32 * b) : INT32_MIN;
+      for (int b = 0; b < kBatch; ++b) {
+        const int i = base + 32 * b;
+        here[b] = INT32_MIN;
+        if (i < n) here[b] = Wide ? value(i) : value(i) * (1 << kBits) + (kLast - i);
+      }
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         if (here[b] > best.value) best = {here[b], base + 32 * b};
       }
     }
-    const int32_t top = __reduce_max_sync(kAll, best.value);
-    return {top, __reduce_min_sync(kAll, best.value == top ? best.index : INT32_MAX)};
-  }
-
-  template <class F, class Sink>
-  __device__ int64_t scan(int n, F value, Sink sink) const {
-    int64_t before = 0;
-    for (int base = 0; base < n; base += 32 * kBatch) {
-      int64_t here[kBatch];  // values first: they come from memory, and each alone would wait for it
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        const int i = base + 32 * b + rank();
-        here[b] = i < n ? value(i) : 0;
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        int64_t sum = here[b];
-        for (int offset = 1; offset < 32; offset *= 2) {
-          const int64_t left = __shfl_up_sync(kAll, sum, offset);
-          if (rank() >= offset) sum += left;
-        }
-        const int i = base + 32 * b + rank();
-        if (i < n) sink(i, before + sum - here[b]);
-        before += __shfl_sync(kAll, sum, 31);
-      }
-    }
-    return before;
+    const int32_t top = __reduce_max_sync(kAllLanes, best.value);
+    if constexpr (Wide) return {top, __reduce_min_sync(kAllLanes, best.value == top ? best.index : INT32_MAX)};
+    return {top >> kBits, kLast - (top & kLast)};
   }
 
  private:
-  static constexpr unsigned kAll = 0xffffffffu;
   static constexpr int kBatch = 4;
 };
 
-// All threads of a one-dimensional block of whole warps call every method together.
+// All threads of a one-dimensional block call every method together.
 class BlockTeam {
  public:
   __device__ int rank() const { return static_cast<int>(threadIdx.x); }
   __device__ int size() const { return static_cast<int>(blockDim.x); }
   __device__ void sync() const { __syncthreads(); }
-
-  template <class F>
-  __device__ int32_t sum(int n, F value) const {
-    int32_t part = 0;
-    for (int i = rank(); i < n; i += size()) part += value(i);
-    return static_cast<int32_t>(Before(part).total);
-  }
-
-  template <class F, class Sink>
-  __device__ int64_t scan(int n, F value, Sink sink) const {
-    int64_t before = 0;
-    for (int base = 0; base < n; base += size()) {
-      const int i = base + rank();
-      const Sums sums = Before(i < n ? value(i) : 0);
-      if (i < n) sink(i, before + sums.before);
-      before += sums.total;
-    }
-    return before;
-  }
-
- private:
-  struct Sums {
-    int64_t before;  // of the threads before this one
-    int64_t total;
-  };
-
-  __device__ Sums Before(int64_t here) const {
-    __shared__ int64_t of_warp[32];
-    const int lane = rank() % 32;
-    const int warp = rank() / 32;
-    int64_t sum = here;
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const int64_t left = __shfl_up_sync(0xffffffffu, sum, offset);
-      if (lane >= offset) sum += left;
-    }
-    __syncthreads();  // the one before may still read of_warp
-    if (lane == 31) of_warp[warp] = sum;
-    __syncthreads();
-    Sums sums{sum - here, 0};
-    for (int w = 0; w < size() / 32; ++w) {
-      if (w < warp) sums.before += of_warp[w];
-      sums.total += of_warp[w];
-    }
-    return sums;
-  }
 };
 
 }  // namespace moonep

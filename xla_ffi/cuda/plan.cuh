@@ -1,0 +1,27 @@
+// What the parts of the plan kernels share: block size, the part's state, the tables of the call.
+#pragma once
+
+#include "xla_ffi/cuda/kernels.h"
+#include "xla_ffi/cuda/sync.cuh"
+#include "xla_ffi/cuda/teams.cuh"
+
+namespace moonep::plan {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / 32;
+constexpr int kRounds = kTileIds / kThreads;
+static_assert(kRounds == 4, "a thread loads its ids at once");
+constexpr int kBatch = 8;  // loads under way at a time
+constexpr uint16_t kUnrouted = 0xffff;
+
+__device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v) {
+  return v.own().part[static_cast<int>(Part::kIds)];
+}
+
+__device__ inline PlanTables Tables(const RankViewGpu& v, const PlanArgs& a) {
+  const PlanScratch& s = a.scratch;
+  const int32_t* count = v.counts(v.rank, State(v).epoch & 1, 0);
+  return {count, s.alloc, s.src_prefix, s.dst_prefix, s.group_row, a.plan.slot_expert};
+}
+
+}  // namespace moonep::plan
