@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -62,6 +63,52 @@ def new_site(ctx: Any) -> int:
     count = ctx.module_context.new_channel()
     name = str(ctx.module_context.module.operation.attributes["sym_name"])
     return ((zlib.crc32(name.encode()) & 0x7FFFFFFF) << 32) | count
+
+
+def has_collective_stream() -> bool:
+    """Whether XLA knows the stream of its collectives by name: an older one ends the process over such a name."""
+    from jax._src import lib
+
+    return lib.version >= (0, 11, 1)  # jaxlib's, which brings XLA
+
+
+def lower_on_collective_stream(ctx: Any, name: str, rule: Any, operands: Sequence[Any]) -> list[Any]:
+    """What `rule(ctx, *operands)` lowers to, in a function whose call XLA runs on the stream of its collectives.
+
+    `jax.experimental.compute_on` with "gpu_stream:collective" annotates calls alike. Here the traced program stays as
+    it is, and so do gradients, remat and types. Shapes must be static: the function gets the operands and nothing else.
+    """
+    # XLA hands a call's attributes on to every element of its result, and would make each element of the annotated
+    # call an asynchronous call of its own. Alone in a function that is not inlined either, that call keeps them whole.
+    kept = {"inlineable": "false"}
+
+    def annotated(*inner: Any) -> list[Any]:
+        return _call(ctx, name, functools.partial(rule, ctx), inner, {"_xla_stream_annotation": "collective", **kept})
+
+    return _call(ctx, f"{name}_call", annotated, operands, kept)
+
+
+def _call(
+    ctx: Any, name: str, body: Callable[..., Sequence[Any]], operands: Sequence[Any], attributes: dict[str, str]
+) -> list[Any]:
+    """Calls a new function that computes `body`, with XLA's frontend attributes on the call."""
+    from jax.extend.mlir import ir
+    from jax.extend.mlir.dialects import func
+
+    module = ctx.module_context
+    types = [operand.type for operand in operands]
+    function = func.FuncOp(name, ir.FunctionType.get(types, []), visibility="private", ip=module.ip)
+    module.symbol_table.insert(function)  # makes the name unique
+    block = function.add_entry_block()
+    with ir.InsertionPoint(block):
+        returned = list(body(*block.arguments))
+        func.ReturnOp(returned)
+    result_types = [value.type for value in returned]  # known only now
+    function.attributes["function_type"] = ir.TypeAttr.get(ir.FunctionType.get(types, result_types))
+    call = func.CallOp(result_types, ir.FlatSymbolRefAttr.get(function.name.value), list(operands))
+    strings: dict[str, ir.Attribute] = {key: ir.StringAttr.get(value) for key, value in attributes.items()}
+    call.operation.attributes["mhlo.frontend_attributes"] = ir.DictAttr.get(strings)
+    return list(call.results)
 
 
 def refuse_transforms(primitive: Any, batching_rule: Any, jvp_rule: Any) -> None:

@@ -18,6 +18,11 @@ from jax.extend.core import Primitive
 from moonep_jax import _compat, native
 from moonep_jax.errors import OpError, message
 
+# Whether the calls on GPUs go to the stream of XLA's collectives, where they run before or after NCCL's kernels and not
+# beside them (those that a CUDA graph captured run where the graph does). All kinds or none: order on one stream is
+# what the calls rely on. Read when a program is lowered; must be equal on all processes.
+COLLECTIVE_STREAM = False
+
 # Kind numbers and targets are those of xla_ffi/cpu/call.h and module.cc.
 _KINDS = {
     "plan": (0, "moonep_plan"),
@@ -37,6 +42,7 @@ def _abstract(*operands: Any, results: Sequence[tuple[tuple[int, ...], Any]], **
 def _lower(
     ctx: Any,
     *operands: Any,
+    platform: str,
     kind: int,
     target: str,
     domain: int,
@@ -49,7 +55,10 @@ def _lower(
     rule = jax.ffi.ffi_lowering(f"{target}_captured" if captured else target, operand_output_aliases=dict(aliases))
     site = np.int64(_compat.new_site(ctx))
     attributes = {"domain": np.int64(domain), "kind": np.int64(kind), "channel": np.int64(channel), "site": site}
-    return rule(ctx, *operands, **attributes)
+    rule = functools.partial(rule, **attributes)
+    if platform == "cuda" and COLLECTIVE_STREAM and _compat.has_collective_stream():
+        return _compat.lower_on_collective_stream(ctx, target, rule, operands)
+    return rule(ctx, *operands)
 
 
 def _refuse_vmap(name: str, *_: Any, **__: Any) -> NoReturn:
@@ -76,7 +85,8 @@ def _define(name: str) -> Primitive:
     primitive.multiple_results = True
     primitive.def_abstract_eval(_abstract)
     for platform in native.LOWERING_PLATFORMS.values():
-        _compat.register_lowering(primitive, functools.partial(_lower, kind=kind, target=target), platform)
+        rule = functools.partial(_lower, platform=platform, kind=kind, target=target)
+        _compat.register_lowering(primitive, rule, platform)
     _compat.refuse_transforms(primitive, functools.partial(_refuse_vmap, name), functools.partial(_refuse_jvp, name))
     return primitive
 
