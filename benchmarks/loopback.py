@@ -26,11 +26,9 @@ import gpu_kit
 import ml_dtypes
 import numpy as np
 from cases import Shape, routing
-from gpu_kit import PLAN_ARRAYS, Buffer, by_rank
+from gpu_kit import BACK, PLAN_ARRAYS, ROUTE, Buffer, by_rank
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-ROUTE = ("dst_rank", "dst_row", "src", "primary", "next", "ticket")
-BACK = ("dst_rank", "src", "primary", "next", "ticket")
 
 # name, experts of 4 ranks, slot columns, H, Hp, how often each of rank 0's experts is fetched
 PREFETCH = [

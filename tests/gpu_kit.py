@@ -23,6 +23,9 @@ import numpy as np
 KINDS = {"plan": 0, "dispatch": 1, "combine": 2, "prefetch": 3, "dispatch_grad": 4, "combine_grad": 5, "reduce_grad": 6}
 PLAN_ARRAYS = ("dst_rank", "dst_row", "src", "primary", "next", "group_sizes", "group_rows", "slot_expert", "home_rows",
                "rank_rows", "ticket")  # fmt: skip
+# A plan's arrays among the operands of dispatch and combine_grad, and of combine and dispatch_grad.
+ROUTE = ("dst_rank", "dst_row", "src", "primary", "next", "ticket")
+BACK = ("dst_rank", "src", "primary", "next", "ticket")
 _TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 PHASES = ("begin", "send", "wait", "local")
 Before = Callable[[str, int], None]  # (phase, rank)

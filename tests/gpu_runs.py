@@ -8,15 +8,11 @@ import gpu_kit
 import ml_dtypes
 import numpy as np
 from cases import Shape, routing
-from gpu_kit import PLAN_ARRAYS, Buffer, by_rank
+from gpu_kit import BACK, PLAN_ARRAYS, ROUTE, Buffer, by_rank
 
 from moonep_jax import reference
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-# A plan's arrays among the operands of dispatch and combine_grad, and of combine and dispatch_grad.
-ROUTE = ("dst_rank", "dst_row", "src", "primary", "next", "ticket")
-BACK = ("dst_rank", "src", "primary", "next", "ticket")
-
 Plan = dict[str, list[Buffer]]
 
 

@@ -12,8 +12,8 @@ import gpu_kit
 import numpy as np
 import pytest
 from cases import Shape, routing
-from gpu_kit import KINDS, Buffer, Call, by_rank
-from gpu_runs import BACK, BF16, ROUTE, Plan, Run
+from gpu_kit import BACK, KINDS, ROUTE, Buffer, Call, by_rank
+from gpu_runs import BF16, Plan, Run
 
 pytestmark = [
     pytest.mark.cuda,

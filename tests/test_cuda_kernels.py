@@ -13,8 +13,8 @@ import gpu_kit
 import numpy as np
 import pytest
 from cases import PADDINGS, ROUTINGS, SHAPES, Shape, routing
-from gpu_kit import Buffer
-from gpu_runs import BACK, BF16, ROUTE, Rows, Run, check_weights, plan_arrays, same, stacked
+from gpu_kit import BACK, ROUTE, Buffer
+from gpu_runs import BF16, Rows, Run, check_weights, plan_arrays, same, stacked
 
 from moonep_jax import reference
 
