@@ -11,7 +11,11 @@ import os
 # Streams that share a hardware queue would make a waiting kernel block the ones it waits for.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
+import copy
+import dataclasses
 import importlib
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -19,9 +23,14 @@ import numpy as np
 KINDS = {"plan": 0, "dispatch": 1, "combine": 2, "prefetch": 3, "dispatch_grad": 4, "combine_grad": 5, "reduce_grad": 6}
 PLAN_ARRAYS = ("dst_rank", "dst_row", "src", "primary", "next", "group_sizes", "group_rows", "slot_expert", "home_rows",
                "rank_rows", "ticket")  # fmt: skip
+# A plan's arrays among the operands of dispatch and combine_grad, and of combine and dispatch_grad.
+ROUTE = ("dst_rank", "dst_row", "src", "primary", "next", "ticket")
+BACK = ("dst_rank", "src", "primary", "next", "ticket")
 _TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 PHASES = ("begin", "send", "wait", "local")
-WHOLE = 4  # all of them in one launch
+WHOLE = "whole"  # all of them in one launch
+Before = Callable[[str, int], None]  # (phase, rank)
+_NOTHING: Before = lambda phase, rank: None  # noqa: E731
 
 
 def available() -> bool:
@@ -44,38 +53,73 @@ def ok(result: Any) -> Any:
 
 
 class Buffer:
-    """An array in device memory."""
+    """An array in device memory; `offset` bytes past an address that is a multiple of 256."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: Any, fill: int | None = 0xFF) -> None:
+    def __init__(self, shape: tuple[int, ...], dtype: Any, fill: int | None = 0xFF, offset: int = 0) -> None:
         from cuda.bindings import runtime
 
         self._runtime = runtime
         self.shape, self.dtype = tuple(shape), np.dtype(dtype)
-        self.nbytes = int(np.prod(self.shape)) * self.dtype.itemsize
-        self.pointer = int(ok(runtime.cudaMalloc(max(self.nbytes, 1))))
+        self.nbytes = math.prod(self.shape) * self.dtype.itemsize
+        self._base = int(ok(runtime.cudaMalloc(max(self.nbytes + offset, 1))))
+        self.pointer = self._base + offset
         if fill is not None:
             ok(runtime.cudaMemset(self.pointer, fill, self.nbytes))
+            self._settle()
 
     @staticmethod
-    def of(array: np.ndarray) -> Buffer:
+    def of(array: np.ndarray, offset: int = 0) -> Buffer:
         """A copy of a host array."""
-        array = np.ascontiguousarray(array)
-        buffer = Buffer(array.shape, array.dtype, fill=None)
+        buffer = Buffer(array.shape, array.dtype, fill=None, offset=offset)
         buffer.write(array)
         return buffer
 
+    def part(self, i: int) -> Buffer:
+        """The i-th of what the first axis counts: a view, which must not outlive this buffer."""
+        view = copy.copy(self)
+        view.shape = self.shape[1:]
+        view.nbytes = self.nbytes // self.shape[0]
+        view.pointer, view._base = self.pointer + i * view.nbytes, 0
+        return view
+
     def write(self, array: np.ndarray) -> None:
-        """Copies a host array in."""
+        """Copies a host array in, to the beginning."""
         array = np.ascontiguousarray(array)
         kind = self._runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
         ok(self._runtime.cudaMemcpy(self.pointer, array.ctypes.data, array.nbytes, kind))
+        self._settle()
+
+    def tile(self, array: np.ndarray) -> None:
+        """Fills the buffer with repeats of a host array, which crosses the bus once."""
+        self.write(array)
+        done, kind = array.nbytes, self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToDevice
+        while done < self.nbytes:
+            more = min(done, self.nbytes - done)
+            ok(self._runtime.cudaMemcpy(self.pointer + done, self.pointer, more, kind))
+            done += more
+        self._settle()
 
     def read(self) -> np.ndarray:
         """A copy on the host."""
         array = np.empty(self.shape, self.dtype)
-        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
-        ok(self._runtime.cudaMemcpy(array.ctypes.data, self.pointer, self.nbytes, kind))
+        self._read(array, 0)
         return array
+
+    def read_rows(self, rows: Iterable[int]) -> np.ndarray:
+        """Copies of chosen rows of the last axis, which all axes before it number together."""
+        wanted = [int(row) for row in rows]
+        array = np.empty((len(wanted), self.shape[-1]), self.dtype)
+        for at, row in enumerate(wanted):
+            self._read(array[at], row * array[at].nbytes)
+        return array
+
+    def _settle(self) -> None:
+        # Fills and copies may still be under way when they return, and the ranks' streams do not wait for this one.
+        ok(self._runtime.cudaStreamSynchronize(0))
+
+    def _read(self, into: np.ndarray, at: int) -> None:
+        kind = self._runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+        ok(self._runtime.cudaMemcpy(into.ctypes.data, self.pointer + at, into.nbytes, kind))
 
     @property
     def raw(self) -> tuple[int, list[int], int, int]:
@@ -84,9 +128,56 @@ class Buffer:
 
     def free(self) -> None:
         """Gives the memory back."""
-        if self.pointer:
-            ok(self._runtime.cudaFree(self.pointer))
-            self.pointer = 0
+        if self._base:
+            ok(self._runtime.cudaFree(self._base))
+            self._base = 0
+
+
+class Pool:
+    """Buffers of all ranks that are freed together."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+        self._made: list[Buffer] = []
+
+    def put(self, array: np.ndarray, offset: int = 0) -> list[Buffer]:
+        """A rank's copy of each entry of the first axis."""
+        made = [Buffer.of(a, offset) for a in array]
+        self._made += made
+        return made
+
+    def blank(self, shape: tuple[int, ...], dtype: Any, fill: int | None = 0xFF, offset: int = 0) -> list[Buffer]:
+        """A buffer for each rank; by default of NaN or -1."""
+        made = [Buffer(shape, dtype, fill, offset) for _ in range(self._ranks)]
+        self._made += made
+        return made
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for buffer in self._made:
+            buffer.free()
+
+
+def by_rank(buffers: Iterable[list[Buffer]]) -> list[list[Buffer]]:
+    """Lists with a buffer of each rank, as a list of buffers for each rank."""
+    return [list(of_rank) for of_rank in zip(*buffers, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One rank's part in a call. Ranks that belong together have the same kind, site and ticket."""
+
+    kind: str
+    args: list[Buffer]
+    rets: list[Buffer]
+    site: int
+
+    @property
+    def raw(self) -> tuple[list[Any], list[Any]]:
+        """Operands and results as the CUDA module takes them."""
+        return [b.raw for b in self.args], [b.raw for b in self.rets]
 
 
 class Group:
@@ -128,26 +219,50 @@ class Group:
         self.streams = [ok(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)) for _ in range(ranks)]
         self._site = 0
 
-    def launch(self, kind: str, args: list[list[Buffer]], rets: list[list[Buffer]]) -> None:
+    def launch(self, kind: str, args: list[list[Buffer]], rets: list[list[Buffer]], before: Before = _NOTHING) -> None:
         """Enqueues one call on every rank, as a handler would; args[r] and rets[r] are rank r's buffers."""
         self._site += 1
-        raw = [([b.raw for b in a], [b.raw for b in o]) for a, o in zip(args, rets, strict=True)]
-        number = KINDS[kind]
-        for rank, (a, o) in zip(self.ranks, raw, strict=True):
-            if wrong := rank.check(number, a, o):
+        calls = {r: Call(kind, a, o, self._site) for r, (a, o) in enumerate(zip(args, rets, strict=True))}
+        self.enqueue(calls, before=before)
+
+    def enqueue(self, calls: dict[int, Call], phases: tuple[str, ...] | None = None, before: Before = _NOTHING) -> None:
+        """Enqueues the calls of some ranks, by rank; before(phase, rank) runs before each phase of each.
+
+        phases: by default what a handler would launch, all of them or the one that does it all.
+        """
+        self.prepared(calls, phases, before)()
+
+    def prepared(
+        self, calls: dict[int, Call], phases: tuple[str, ...] | None = None, before: Before = _NOTHING
+    ) -> Callable[[], None]:
+        """What enqueues these calls, as often as it is called, with as little work for the host as can be."""
+        raw = {r: (KINDS[call.kind], *call.raw) for r, call in calls.items()}
+        for r, each in raw.items():
+            if wrong := self.ranks[r].check(*each):
                 raise ValueError(wrong)
-        phases = [WHOLE] if self.ranks[0].whole(number, *raw[0]) else range(len(PHASES))
-        for round_ in range(self.ranks[0].rounds(number, *raw[0])):
-            for phase in phases:
-                for rank, (a, o), stream in zip(self.ranks, raw, self.streams, strict=True):
-                    rank.launch(number, a, o, self._site, round_, phase, int(stream))
+        rounds = max((self.ranks[r].rounds(*each) for r, each in raw.items()), default=0)
+        if phases is None:
+            phases = (WHOLE,) if any(self.ranks[r].whole(*each) for r, each in raw.items()) else PHASES
+        numbers = {phase: number for number, phase in enumerate((*PHASES, WHOLE))}
+
+        def run() -> None:
+            for round_ in range(rounds):
+                for phase in phases:
+                    for r, each in raw.items():
+                        before(phase, r)
+                        self.ranks[r].launch(*each, calls[r].site, round_, numbers[phase], int(self.streams[r]))
+
+        return run
+
+    def errors(self) -> list[str]:
+        """Waits for all streams; the first error that each rank knows of, or an empty text."""
+        ok(self._runtime.cudaDeviceSynchronize())
+        return [rank.error() for rank in self.ranks]
 
     def sync(self) -> None:
         """Waits for all streams; raises what a rank reports."""
-        ok(self._runtime.cudaDeviceSynchronize())
-        for rank in self.ranks:
-            if text := rank.error():
-                raise RuntimeError(text)
+        if texts := list(filter(None, self.errors())):
+            raise RuntimeError(texts[0])
 
     def close(self) -> None:
         """Frees everything."""

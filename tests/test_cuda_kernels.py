@@ -1,14 +1,20 @@
-"""The CUDA kernels against the oracle: R ranks on one GPU, through the launchers, without JAX."""
+"""The CUDA kernels against the oracle: R ranks on one GPU, through the launchers, without JAX.
+
+`-k sanitizer` is the small set for compute-sanitizer.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import gpu_kit
-import ml_dtypes
 import numpy as np
 import pytest
 from cases import PADDINGS, ROUTINGS, SHAPES, Shape, routing
+from gpu_kit import BACK, ROUTE, Buffer
+from gpu_runs import BF16, Rows, Run, check_weights, plan_arrays, same, stacked
 
 from moonep_jax import reference
 
@@ -16,133 +22,29 @@ pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not gpu_kit.available(), reason="needs a GPU, the CUDA module and cuda-python"),
 ]
-BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-def stacked(buffers: list[gpu_kit.Buffer]) -> np.ndarray:
-    return np.stack([b.read() for b in buffers])
-
-
-def same(got: np.ndarray, want: np.ndarray) -> None:
-    """Bit equality."""
-    view = {2: np.uint16, 4: np.uint32, 1: np.uint8}[got.dtype.itemsize]
-    np.testing.assert_array_equal(got.view(view), np.asarray(want, got.dtype).view(view))
-
-
-class Run:
-    """One routing through all kernels; device buffers are poisoned with NaN."""
-
-    def __init__(self, shape: Shape, padding: int, dtype: Any = BF16, mode: str = "dedup", planner: str = "exact"):
-        self.shape, self.dtype, self.mode, self.planner, self.padding = shape, np.dtype(dtype), mode, planner, padding
-        self.group = gpu_kit.Group(
-            shape.R,
-            experts=shape.E,
-            topk=shape.K,
-            tokens=max(shape.S, shape.s),
-            padding=padding,
-            home=planner == "home",
-            exact=mode == "exact",
-            hidden=shape.H,
-            row_bytes=shape.H * self.dtype.itemsize,
-            stage_bytes=64 * shape.epn,
-        )
-        self._made: list[gpu_kit.Buffer] = []
-
-    def put(self, array: np.ndarray) -> list[gpu_kit.Buffer]:
-        made = [gpu_kit.Buffer.of(a) for a in array]
-        self._made += made
-        return made
-
-    def blank(self, shape: tuple[int, ...], dtype: Any) -> list[gpu_kit.Buffer]:
-        made = [gpu_kit.Buffer(shape, dtype) for _ in range(self.shape.R)]
-        self._made += made
-        return made
-
-    def call(self, kind: str, args: list[list[gpu_kit.Buffer]], rets: list[list[gpu_kit.Buffer]]) -> None:
-        by_rank = lambda lists: [list(x) for x in zip(*lists, strict=True)]  # noqa: E731
-        self.group.launch(kind, by_rank(args), by_rank(rets))
-
-    def check(self, ids: np.ndarray, seed: int) -> None:
-        s = self.shape
-        rng = np.random.default_rng(seed)
-        want = reference.plan(ids, s.E, self.padding, self.planner)
-        n = want.rows
-        shapes = [(s.s, s.K)] * 2 + [(n,)] * 3 + [(2 * s.epn,)] * 2 + [(s.R, s.epn), (s.R,), (s.R,), (1,)]
-        plan = {k: self.blank(d, np.int32) for k, d in zip(gpu_kit.PLAN_ARRAYS, shapes, strict=True)}
-        self.call("plan", [self.put(ids)], list(plan.values()))
-        x = rng.normal(size=(s.R, s.s, s.H)).astype(self.dtype)
-        w = rng.random((s.R, s.s, s.K), np.float32)
-        route = [plan[k] for k in ("dst_rank", "dst_row", "src", "primary", "next", "ticket")]
-        hidden, weights = self.blank((n, s.H), self.dtype), self.blank((n,), np.float32)
-        self.call("dispatch", [*route, self.put(x), self.put(w)], [hidden, weights])
-        out = rng.normal(size=(s.R, n, s.H)).astype(self.dtype)
-        out[np.asarray(want.src) < 0] = np.nan
-        back = [plan[k] for k in ("dst_rank", "src", "primary", "next", "ticket")]
-        y = self.blank((s.s, s.H), self.dtype)
-        out_d = self.put(out)
-        self.call("combine", [*back, out_d, weights], [y])
-        dx, dw = self.blank((s.s, s.H), self.dtype), self.blank((s.s, s.K), np.float32)
-        ct_w = rng.random((s.R, n), np.float32)
-        self.call("dispatch_grad", [*back, out_d, self.put(ct_w)], [dx, dw])
-        rows = self.blank((n, s.H), self.dtype)
-        self.call("combine_grad", [*route, self.put(x)], [rows])
-        self.group.sync()
-
-        for name in gpu_kit.PLAN_ARRAYS[:-1]:
-            expected = np.asarray(getattr(want, name))
-            got = stacked(plan[name])
-            if name in ("slot_expert", "home_rows", "rank_rows"):
-                expected = np.broadcast_to(expected, got.shape)
-            np.testing.assert_array_equal(got, expected, err_msg=name)
-        tickets = stacked(plan["ticket"])
-        assert (tickets == tickets[0]).all() and tickets[0, 0] >= 0
-        hidden_want, weights_want = reference.dispatch(want, x, w)
-        same(stacked(hidden), hidden_want)
-        same(stacked(weights), weights_want)
-        same(stacked(y), reference.combine(want, out, weights_want, self.mode))
-        dx_want, dw_want = reference.dispatch_grad(want, out, ct_w, self.mode)
-        same(stacked(dx), dx_want)
-        same(stacked(dw), dw_want)
-        same(stacked(rows), hidden_want)
-
-    def close(self) -> None:
-        self.group.close()
-        for buffer in self._made:
-            buffer.free()
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("padding", PADDINGS)
 @pytest.mark.parametrize(("dtype", "mode", "planner"), [(BF16, "dedup", "exact"), (np.float32, "exact", "home")])
 def test_rows_equal_the_oracle(shape: Shape, padding: int, dtype: Any, mode: str, planner: str) -> None:
-    run = Run(shape, padding, dtype, mode, planner)
-    try:
+    with Run(shape, padding, dtype, mode, planner) as run:
         for seed, name in enumerate(ROUTINGS):
-            run.check(routing(name, shape, seed), seed)
-    finally:
-        run.close()
+            run.check(name, seed)
 
 
 @pytest.mark.parametrize("hidden", [1, 7, 8, 64, 1536, 2880, 7168])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 @pytest.mark.parametrize("mode", ["dedup", "exact"])
 def test_any_width(hidden: int, dtype: Any, mode: str) -> None:
-    shape = Shape(4, 24, 3, 8, hidden)
-    run = Run(shape, 8, dtype, mode)
-    try:
-        run.check(routing("duplicates", shape, 1), 1)
-    finally:
-        run.close()
+    with Run(Shape(4, 24, 3, 8, hidden), 8, dtype, mode) as run:
+        run.check("duplicates", 1)
 
 
 @pytest.mark.parametrize("topk", [1, 9, 22, 32, 33, 64])
 def test_any_topk(topk: int) -> None:
-    shape = Shape(4, 40, topk, 16, 16)
-    run = Run(shape, 1)
-    try:
-        run.check(routing("anything", shape, topk), topk)
-    finally:
-        run.close()
+    with Run(Shape(4, 40, topk, 16, 16), 1) as run:
+        run.check("anything", topk)
 
 
 @pytest.mark.parametrize(
@@ -150,11 +52,8 @@ def test_any_topk(topk: int) -> None:
 )
 @pytest.mark.parametrize("name", ["uniform", "one_home", "one_expert", "anything"])
 def test_many_tiles(shape: Shape, name: str) -> None:
-    run = Run(shape, 8)
-    try:
-        run.check(routing(name, shape, 5), 5)
-    finally:
-        run.close()
+    with Run(shape) as run:
+        run.check(name, 5)
 
 
 @pytest.mark.parametrize(
@@ -163,78 +62,216 @@ def test_many_tiles(shape: Shape, name: str) -> None:
 )
 @pytest.mark.parametrize("full", [False, True])
 def test_weights_equal_the_oracle(dtype: Any, leaf: tuple[int, ...], stage: int, full: bool) -> None:
-    shape, padding = Shape(4, 32, 2, 16, 8), 8
-    epn = shape.epn
-    per_expert = sum(-(-int(np.prod(d)) * np.dtype(dtype).itemsize // 64) * 64 for d in (leaf, (5, *leaf)))
-    group = gpu_kit.Group(
-        shape.R, experts=shape.E, topk=shape.K, tokens=shape.s, padding=padding, hidden=8, row_bytes=16,
-        stage_bytes=max(64 * epn, min(stage, epn * per_expert)),
-    )  # fmt: skip
-    made: list[gpu_kit.Buffer] = []
-
-    def put(array: np.ndarray) -> list[gpu_kit.Buffer]:
-        made.extend(buffers := [gpu_kit.Buffer.of(a) for a in array])
-        return buffers
-
-    try:
+    shape, leaves = Shape(4, 32, 2, 16, 8), [leaf, (5, *leaf)]
+    most = shape.epn * sum(-(-int(np.prod(d)) * np.dtype(dtype).itemsize // 64) * 64 for d in leaves)
+    with Run(shape, stage_bytes=max(64 * shape.epn, min(stage, most))) as run:
         for seed, name in enumerate(("uniform", "one_home", "crowded", "unrouted", "one_expert")):
-            rng = np.random.default_rng(seed)
-            want = reference.plan(routing(name, shape, seed), shape.E, padding)
-            slots = put(np.broadcast_to(np.asarray(want.slot_expert), (shape.R, shape.R, epn)).astype(np.int32))
-            ticket = put(np.full((shape.R, 1), seed + 1, np.int32))
-            leaves = [leaf, (5, *leaf)]
-            own = [(rng.normal(size=(shape.R, epn, *d)) * 9).astype(dtype) for d in leaves]
-            args = [put(np.concatenate([w, np.full_like(w, 7)], axis=1) if full else w) for w in own]
-            rets = args if full else [put(np.full((shape.R, 2 * epn, *d), 3, dtype)) for d in leaves]
-            group.launch("prefetch", [[slots[r], ticket[r], *(a[r] for a in args)] for r in range(shape.R)],
-                         [[o[r] for o in rets] for r in range(shape.R)])  # fmt: skip
-            group.sync()
-            for w, o in zip(own, rets, strict=True):
-                expected = np.asarray(reference.prefetch(want, w)).copy()
-                if full:
-                    for r in range(shape.R):
-                        for slot in range(epn):
-                            if want.slot_expert[r, slot] < 0:
-                                expected[r, epn + slot] = 7
-                same(stacked(o), expected)
-            if np.dtype(dtype) == np.int8:
-                continue
-            cts = [rng.normal(size=(shape.R, 2 * epn, *d)).astype(dtype) for d in leaves]
-            args = [put(c) for c in cts]
-            rets = args if full else [put(np.full((shape.R, epn, *d), 3, dtype)) for d in leaves]
-            group.launch("reduce_grad", [[slots[r], ticket[r], *(a[r] for a in args)] for r in range(shape.R)],
-                         [[o[r] for o in rets] for r in range(shape.R)])  # fmt: skip
-            group.sync()
-            for ct, o in zip(cts, rets, strict=True):
-                got = stacked(o)
-                same(got[:, :epn], reference.reduce_grad(want, ct))
-                if full:
-                    used = np.asarray(want.slot_expert) >= 0
-                    assert not got[:, epn:][used].any()
-                    same(got[:, epn:][~used], ct[:, epn:][~used])
-    finally:
-        group.close()
-        for buffer in made:
-            buffer.free()
+            check_weights(run, name, seed, leaves, dtype, full)
 
 
-def test_a_missing_rank_is_named_by_all() -> None:
-    group = gpu_kit.Group(3, experts=6, topk=1, tokens=4, padding=1, hidden=4, row_bytes=16, timeout_s=0.2)
-    try:
-        ids = [gpu_kit.Buffer.of(np.zeros((4, 1), np.int32)) for _ in range(3)]
-        n = group.shape.recv_rows(4)
-        shapes = [(4, 1)] * 2 + [(n,)] * 3 + [(4,)] * 2 + [(3, 2), (3,), (3,), (1,)]
-        plans = [[gpu_kit.Buffer(d, np.int32) for d in shapes] for _ in range(3)]
-        number = gpu_kit.KINDS["plan"]
-        for phase in range(4):
-            for r in (0, 1):  # rank 2 never calls
-                raw = [ids[r].raw], [b.raw for b in plans[r]]
-                group.ranks[r].launch(number, *raw, 1, 0, phase, int(group.streams[r]))
-        gpu_kit.ok(group._runtime.cudaDeviceSynchronize())
-        texts = [group.ranks[r].error() for r in (0, 1)]
-        assert all("plan: missing ranks [2]" in t for t in texts), texts
-        for r in (0, 1):  # poisoned, and safe
-            assert plans[r][-1].read()[0] == -1
-            assert not plans[r][5].read().any() and (plans[r][0].read() == -1).all()
-    finally:
-        group.close()
+# -- grids -------------------------------------------------------------------------------------------------------------
+
+BLOCKS = (1, 2, 3, 5, 7, 13, 31, 61, 97, 127, 131, 132)
+GRIDS = list(zip(BLOCKS, reversed(BLOCKS), strict=True))
+
+
+@pytest.mark.parametrize("mode", ["dedup", "exact"])
+def test_any_number_of_sms(mode: str) -> None:
+    shape = Shape(2, 1024, 4, 16, 1024)  # work for more blocks than there are SMs
+    case = Rows(shape, routing("duplicates", shape, 3), 3, mode=mode)
+    for link, local in GRIDS:
+        with Run(shape, mode=mode, link_blocks=link, local_blocks=local) as run:
+            run.compare(case, what=f"with {link} and {local} blocks")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_any_number_of_sms_for_weights(full: bool) -> None:
+    shape, leaves = Shape(4, 32, 2, 16, 8), [(256, 512), (33, 5)]
+    for link, local in GRIDS:
+        with Run(shape, stage_bytes=1 << 20, link_blocks=link, local_blocks=local) as run:
+            check_weights(run, "one_home", 2, leaves, BF16, full)
+
+
+# -- addresses ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offsets"),
+    [*((BF16, o) for o in ((2, 2), (4, 4), (8, 8), (2, 0), (0, 8))), (np.float32, (4, 4)), (np.float32, (8, 0))],
+)
+@pytest.mark.parametrize("mode", ["dedup", "exact"])
+def test_rows_at_any_address(dtype: Any, offsets: tuple[int, int], mode: str) -> None:
+    shape = Shape(3, 40, 4, 12, 136)
+    case = Rows(shape, routing("duplicates", shape, 4), 4, dtype=dtype, mode=mode)
+    with Run(shape, dtype=dtype, mode=mode) as run:
+        run.compare(case, offsets)
+
+
+@pytest.mark.parametrize(("dtype", "offset"), [(BF16, 2), (BF16, 4), (BF16, 8), (np.float32, 4), (np.int8, 1)])
+@pytest.mark.parametrize("full", [False, True])
+def test_weights_at_any_address(dtype: Any, offset: int, full: bool) -> None:
+    with Run(Shape(4, 32, 2, 16, 8), stage_bytes=1 << 16) as run:
+        check_weights(run, "one_home", 1, [(96, 40), (8,)], dtype, full, offset)
+
+
+# -- sizes: offsets beyond 2^31 and 2^32 -------------------------------------------------------------------------------
+
+PERIOD = 4093  # no power of two: a row that is 2^31 or 2^32 bytes off has another content
+
+
+def _enough_memory() -> None:
+    from cuda.bindings import runtime
+
+    free, _ = gpu_kit.ok(runtime.cudaMemGetInfo())
+    if free < 60e9:
+        pytest.skip(f"needs 60 GB of GPU memory, {free / 1e9:.0f} are free")
+
+
+def _pattern(width: int, seed: int) -> np.ndarray:
+    """[PERIOD, width] bfloat16 values of either sign between 1/8 and 32."""
+    rng = np.random.default_rng(seed)
+    sign = rng.integers(2, size=(PERIOD, width), dtype=np.uint16) << 15
+    return (rng.integers(0x3E00, 0x4200, (PERIOD, width), np.uint16) | sign).view(BF16)
+
+
+def _chosen(rows: int, row_bytes: int) -> list[int]:
+    """The first and the last row, those around each multiple of 2^31 bytes, and 200 more."""
+    marks = [at // row_bytes + d for at in range(1 << 31, rows * row_bytes, 1 << 31) for d in (-1, 0, 1)]
+    some = np.random.default_rng(0).integers(rows, size=200).tolist()
+    return sorted({0, rows - 1, *some, *(m for m in marks if m < rows)})
+
+
+def _summed(x: np.ndarray, w: Iterable[np.float32], to: list[int]) -> np.ndarray:
+    """combine of a token whose rows are all x: a chain per destination, then their sum."""
+    wide, chains = x.astype(np.float32), {}
+    for scale, rank in zip(w, to, strict=True):
+        chains.setdefault(rank, []).append(wide * scale)
+    parts = [functools.reduce(np.add, chain).astype(BF16).astype(np.float32) for chain in chains.values()]
+    return functools.reduce(np.add, parts).astype(BF16)
+
+
+@pytest.mark.parametrize(("topk", "tokens"), [(1, 266_240), (2, 133_120)])
+def test_rows_beyond_2_to_the_31_elements(topk: int, tokens: int) -> None:
+    _enough_memory()
+    shape = Shape(2, tokens, topk, 4, 8192)
+    ids = routing("two_hot", shape)
+    p = reference.plan(ids, shape.E, 8)
+    w = np.random.default_rng(1).random(ids.shape, np.float32)
+    pattern = _pattern(shape.H, 2)
+    token = lambda rank, t: pattern[(t + 1000 * rank) % PERIOD]  # noqa: E731
+    with Run(shape) as run:
+        assert run.rows * shape.H > 1 << 31
+        plan = run.blank_plan()
+        x, y = (run.blank((tokens, shape.H), BF16) for _ in range(2))
+        hidden, weights = run.blank((run.rows, shape.H), BF16), run.blank((run.rows,), np.float32)
+        for rank in range(shape.R):
+            x[rank].tile(np.roll(pattern, -1000 * rank, axis=0))
+        run.call("plan", [run.put(ids)], list(plan.values()))
+        run.call("dispatch", [*(plan[name] for name in ROUTE), x, run.put(w)], [hidden, weights])
+        run.call("combine", [*(plan[name] for name in BACK), hidden, weights], [y])
+        run.group.sync()
+        for name, want in plan_arrays(p).items():
+            same(stacked(plan[name]), want, name)
+        for rank in range(shape.R):
+            rows, src = _chosen(run.rows, 2 * shape.H), np.asarray(p.src[rank], np.int64)
+            empty = np.zeros(shape.H, BF16)
+            want = [token(*divmod(src[i] // topk, tokens)) if src[i] >= 0 else empty for i in rows]
+            same(hidden[rank].read_rows(rows), np.stack(want), f"hidden of rank {rank}")
+            same(weights[rank].read(), np.where(src >= 0, w.reshape(-1)[src], 0), f"weights of rank {rank}")
+            rows = _chosen(tokens, 2 * shape.H)
+            want = [_summed(token(rank, t), w[rank, t], p.dst_rank[rank, t].tolist()) for t in rows]
+            same(y[rank].read_rows(rows), np.stack(want), f"y of rank {rank}")
+
+
+def test_a_leaf_beyond_2_to_the_31_elements() -> None:
+    _enough_memory()
+    width, length = 4096, (1 << 31) // 4096 + 16  # one expert of one leaf
+    patterns = [_pattern(width, 3), _pattern(width, 4)]
+    at = lambda rank, row: patterns[rank][row % PERIOD]  # noqa: E731
+    with Run(Shape(2, 8, 1, 2, 8), stage_bytes=2 * width * length) as run:
+        slots, ticket = run.put(np.array([[[-1], [0]]] * 2, np.int32)), run.put(np.ones((2, 1), np.int32))
+        leaf = run.blank((2, length, width), BF16)
+        rows = _chosen(length, 2 * width)
+        slot = [length + i for i in rows]  # the same rows of the slot's expert
+
+        for rank in range(2):
+            leaf[rank].tile(patterns[rank])
+        run.call("prefetch", [slots, ticket, leaf], [leaf])
+        run.group.sync()
+        same(leaf[1].read_rows(slot), np.stack([at(0, i) for i in rows]), "the slot")
+        same(leaf[0].read_rows(slot), np.stack([at(0, i) for i in slot]), "the unused slot")
+        for rank in range(2):
+            same(leaf[rank].read_rows(rows), np.stack([at(rank, i) for i in rows]), f"own expert of rank {rank}")
+
+        leaf[1].tile(patterns[1])
+        run.call("reduce_grad", [slots, ticket, leaf], [leaf])
+        run.group.sync()
+        home, replica = (np.stack([at(r, i) for i in of]).astype(np.float32) for r, of in ((0, rows), (1, slot)))
+        same(leaf[0].read_rows(rows), (home + replica).astype(BF16), "the gradient")
+        assert not leaf[1].read_rows(slot).any()
+        same(leaf[1].read_rows(rows), np.stack([at(1, i) for i in rows]), "the other expert's gradient")
+
+
+# -- calls in flight ---------------------------------------------------------------------------------------------------
+
+
+def test_many_calls_in_flight() -> None:
+    """No host sync between 200 times five calls; in turn, a rank is late to copy out what its peers sent."""
+    from moonep_jax import _ffi_cuda
+
+    turns, shape = 200, Shape(3, 48, 4, 12, 256)
+    rng = np.random.default_rng(0)
+    ids = np.stack([routing("anything", shape, i) for i in range(turns)], axis=1)  # [R, turns, s, K]
+    w = rng.random(ids.shape, np.float32)
+    x = [rng.normal(size=(shape.R, turns, shape.s, shape.H)).astype(BF16) for _ in range(2)]
+    with Run(shape) as run:
+        ids_d, w_d, x_d = run.put(ids), run.put(w), [run.put(a) for a in x]
+        plans = run.blank_plan(count=(turns,))
+        hidden = [run.blank((turns, run.rows, shape.H), BF16) for _ in range(2)]
+        weights = [run.blank((turns, run.rows), np.float32) for _ in range(2)]
+        y = [run.blank((turns, shape.s, shape.H), BF16) for _ in range(2)]
+        busy = run.blank((16 << 20,), np.uint8)
+
+        def late(rank: int) -> gpu_kit.Before:
+            def before(phase: str, r: int) -> None:
+                if phase == "local" and r == rank:  # about 0.3 ms on one SM; the others stay free for the peers
+                    to, since, stream = busy[r].pointer, busy[r - 1].pointer, int(run.group.streams[r])
+                    _ffi_cuda.copy(to, since, busy[r].nbytes, 1, stream)
+
+            return before
+
+        for i in range(turns):
+            part = lambda buffers, i=i: [b.part(i) for b in buffers]  # noqa: E731
+            plan: dict[str, list[Buffer]] = {name: part(buffers) for name, buffers in plans.items()}
+            run.call("plan", [part(ids_d)], list(plan.values()))
+            route, back = [plan[name] for name in ROUTE], [plan[name] for name in BACK]
+            # The second call of a kind must wait for the late rank's credit.
+            for j in range(2):
+                rets = [part(hidden[j]), part(weights[j])]
+                run.call("dispatch", [*route, part(x_d[j]), part(w_d)], rets, None if j else late(i % shape.R))
+            for j in range(2):
+                args = [*back, part(hidden[j]), part(weights[j])]
+                run.call("combine", args, [part(y[j])], None if j else late((i + 1) % shape.R))
+        run.group.sync()
+        got = [[stacked(a[j]) for a in (hidden, weights, y)] for j in range(2)]
+        for i in range(turns):
+            p = reference.plan(ids[:, i], shape.E, 8)
+            for j in range(2):
+                rows, scale = reference.dispatch(p, x[j][:, i], w[:, i])
+                for array, want in zip(got[j], (rows, scale, reference.combine(p, rows, scale)), strict=True):
+                    same(array[:, i], want, f"turn {i}, call {j}")
+
+
+# -- for compute-sanitizer: everything once, small ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "mode", "planner"), [(BF16, "dedup", "exact"), (np.float32, "exact", "home")])
+def test_sanitizer_rows(dtype: Any, mode: str, planner: str) -> None:
+    with Run(Shape(2, 16, 2, 4, 72), 8, dtype, mode, planner, timeout_s=120.0) as run:
+        run.check("partly_unrouted", 0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_sanitizer_weights(full: bool) -> None:
+    with Run(Shape(2, 16, 2, 4, 8), stage_bytes=256, timeout_s=120.0) as run:
+        check_weights(run, "one_home", 0, [(24, 8), (5,)], BF16, full)

@@ -23,22 +23,19 @@ LEAVES = {"gate": (24, 40), "up": (24, 40), "down": (40, 24)}
 
 
 def run(c: Context) -> None:
-    for dtype, mode in (("float32", "dedup"), ("bfloat16", "exact"), ("float16", "dedup")):
-        c.case(f"rows_{dtype}_{mode}", lambda dtype=dtype, mode=mode: _rows(c, dtype, mode))
-    for full in (False, True):
-        c.case(f"weights_{'full' if full else 'own'}", lambda full=full: _weights(c, full))
-    c.case("layer", lambda: _layer(c))
-    c.case("scan_remat", lambda: _scan(c))
-    c.case("replays", lambda: _replays(c))
+    """All cases, or those named."""
+    for name in c.args.get("cases", CASES):
+        c.case(name, functools.partial(CASES[name], c))
 
 
-def _jit(mesh: jax.sharding.Mesh, body: Any) -> Any:
+def _jit(mesh: jax.sharding.Mesh, body: Any, check_vma: bool = True, **options: Any) -> Any:
     """jit(shard_map) of one rank's function; operands and results lead with the ranks."""
 
     def local(*args: Any) -> Any:
         return jax.tree.map(lambda a: a[None], body(*jax.tree.map(lambda a: a[0], args)))
 
-    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep")))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=check_vma)
+    return jax.jit(mapped, **options)
 
 
 def _differs(c: Context, got: Any, want: Any) -> list[str]:
@@ -52,7 +49,7 @@ def _differs(c: Context, got: Any, want: Any) -> list[str]:
     return wrong
 
 
-def _rows(c: Context, dtype: str, mode: str) -> list[str]:
+def _rows(c: Context, dtype: str, mode: str, check_vma: bool = True) -> list[str]:
     mesh, r = c.mesh(), c.devices
     shape = Shape(r, 48, 3, 4 * r, 40)
     wrong: list[str] = []
@@ -76,7 +73,7 @@ def _rows(c: Context, dtype: str, mode: str) -> list[str]:
                 "dout": combine_back(dy)[0],
             }
 
-        step = _jit(mesh, body)
+        step = _jit(mesh, body, check_vma)
         for seed, name in enumerate(("uniform", "one_home", "duplicates", "unrouted", "out_of_range", "crowded")):
             rng = np.random.default_rng(seed)
             ids = routing(name, shape, seed)
@@ -236,26 +233,124 @@ def _replays(c: Context) -> list[str]:
     return wrong
 
 
-def missing(c: Context) -> None:
-    """The last process skips a call: the others raise, name it, and go on."""
+def _donation(c: Context) -> list[str]:
+    """Rows and a [2*epn] leaf go from step to step in donated buffers; without donation operands stay as they are."""
+    mesh, r, epn = c.mesh(), c.devices, 4
+    shape = Shape(r, 32, 2, epn * r, 16)
+    config = moonep.EPConfig(tokens=32, hidden=16, topk=2, experts=epn * r, dtype=jnp.float32,
+                             weights={"w": ((24, 40), jnp.bfloat16)})  # fmt: skip
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(r, 32, 16)).astype(np.float32)
+    w = rng.normal(size=(r, 2 * epn, 24, 40)).astype(jnp.bfloat16)
+    wrong = []
+    with moonep.setup(mesh, "ep", config) as ep:
+
+        def body(x: Any, leaf: Any, ids: Any) -> Any:
+            d = ep.dispatch(x, ids)
+            return {"x": ep.combine(d.plan, d.hidden), "w": ep.prefetch(d.plan, {"w": leaf})["w"]}
+
+        donating, keeping = _jit(mesh, body, donate_argnums=(0, 1)), _jit(mesh, body)
+        state = {"x": c.put(x, mesh, P("ep")), "w": c.put(w, mesh, P("ep"))}
+        for seed in range(4):
+            ids = routing("one_home", shape, seed)
+            p = ref.plan(ids, epn * r, 8)
+            before, want = {"x": x, "w": w}, np.array(ref.prefetch(p, w[:, :epn]))
+            want[:, epn:][p.slot_expert < 0] = w[:, epn:][p.slot_expert < 0]
+            x, w = ref.combine(p, ref.dispatch(p, x)[0]), want
+            routed = c.put(ids, mesh, P("ep"))
+            kept = keeping(state["x"], state["w"], routed)
+            wrong += [f"{seed} kept: {text}" for text in _differs(c, kept, {"x": x, "w": w})]
+            wrong += [f"{seed} operand: {text}" for text in _differs(c, state, before)]
+            given, state = state, donating(state["x"], state["w"], routed)
+            wrong += [f"{seed} donated: {text}" for text in _differs(c, state, {"x": x, "w": w})]
+            wrong += [f"{seed}: {name} was not donated" for name, array in given.items() if not array.is_deleted()]
+    return wrong
+
+
+def _remat(c: Context) -> list[str]:
+    """dispatch alone under jax.checkpoint: the backward pass makes that call again; the gradient is the oracle's."""
     mesh, r = c.mesh(), c.devices
-    config = moonep.EPConfig(tokens=8, hidden=8, topk=1, experts=r, dtype=jnp.float32, timeout_s=2.0,
-                             first_call_timeout_s=30.0)  # fmt: skip
-    ep = moonep.setup(mesh, "ep", config)
-    step = _jit(mesh, lambda x, ids: ep.combine((d := ep.dispatch(x, ids)).plan, d.hidden))
-    args = [c.put(np.zeros((r, 8, 8), np.float32), mesh, P("ep")), c.put(np.zeros((r, 8, 1), np.int32), mesh, P("ep"))]
-    jax.block_until_ready(step(*args))
-    c.barrier()
-    if c.index < c.processes - 1:
-        jax.block_until_ready(step(*args))  # poisoned: the kernels gave up
-        time.sleep(0.5)
-        c.record("check", raised(ep.check))
-        c.record("next", raised(lambda: jax.block_until_ready(step(*args))))
-        c.record("alive", float(jnp.arange(5.0).sum()))
-    c.barrier()
-    start = time.monotonic()
-    ep.close()
-    c.record("closed", time.monotonic() - start)
+    shape = Shape(r, 32, 2, 4 * r, 16)
+    config = moonep.EPConfig(tokens=32, hidden=16, topk=2, experts=4 * r, dtype=jnp.float32)
+    wrong = []
+    with moonep.setup(mesh, "ep", config) as ep:
+
+        def body(x: Any, ids: Any, dy: Any) -> Any:
+            p = ep.plan(ids)
+            route = jax.checkpoint(lambda x: ep.dispatch(x, ids, plan=p).hidden)
+            y, back = jax.vjp(lambda x: ep.combine(p, jnp.square(route(x))), x)
+            return {"y": y, "dx": back(dy)[0]}
+
+        step = _jit(mesh, body)
+        for seed, name in enumerate(("uniform", "one_home", "duplicates")):
+            rng = np.random.default_rng(seed)
+            ids = routing(name, shape, seed)
+            x, dy = (rng.normal(size=(r, 32, 16)).astype(np.float32) for _ in range(2))
+            got = step(*(c.put(a, mesh, P("ep")) for a in (x, ids, dy)))
+            p = ref.plan(ids, 4 * r, 8)
+            hidden, rows = ref.dispatch(p, x)[0], ref.dispatch(p, dy)[0]
+            want = {"y": ref.combine(p, hidden * hidden), "dx": ref.dispatch_grad(p, rows * (2 * hidden))[0]}
+            wrong += [f"{name}: {text}" for text in _differs(c, got, want)]
+    return wrong
+
+
+CASES: dict[str, Any] = {
+    "rows_float32_dedup": functools.partial(_rows, dtype="float32", mode="dedup"),
+    "rows_bfloat16_exact": functools.partial(_rows, dtype="bfloat16", mode="exact"),
+    "rows_float16_dedup": functools.partial(_rows, dtype="float16", mode="dedup", check_vma=False),
+    "weights_own": functools.partial(_weights, full=False),
+    "weights_full": functools.partial(_weights, full=True),
+    "donation": _donation,
+    "remat": _remat,
+    "layer": _layer,
+    "scan_remat": _scan,
+    "replays": _replays,
+}
+
+
+def missing(c: Context) -> None:
+    """For each kind of call, a domain in which the last process leaves before it: the others name it and go on."""
+    for kind in ("plan", "dispatch", "combine", "prefetch", "dispatch_grad", "combine_grad", "reduce_grad"):
+        c.case(kind, functools.partial(_leaves_before, c, kind))
+
+
+def _leaves_before(c: Context, kind: str) -> Any:
+    mesh, r, epn = c.mesh(), c.devices, 2
+    config = moonep.EPConfig(tokens=8, hidden=8, topk=1, experts=epn * r, dtype=jnp.float32,
+                             weights={"w": ((16,), jnp.float32)}, timeout_s=1.5, first_call_timeout_s=60.0)  # fmt: skip
+    with moonep.setup(mesh, "ep", config) as ep:
+        n = config.recv_rows(r, 8)
+        shapes = {"x": (8, 8), "rows": (n, 8), "own": (epn, 16), "all": (2 * epn, 16)}
+        a = {name: c.put(np.ones((r, *dims), np.float32), mesh, P("ep")) for name, dims in shapes.items()}
+        ids = c.put(np.zeros((r, 8, 1), np.int32), mesh, P("ep"))
+        dispatch = lambda p, ids: lambda x: ep.dispatch(x, ids, plan=p).hidden  # noqa: E731
+        prefetch = lambda p: lambda w: ep.prefetch(p, {"w": w})["w"]  # noqa: E731
+        # What a backward pass does not need of the forward one, XLA drops: each of these is one call of the kind.
+        bodies: dict[str, Any] = {
+            "plan": lambda p, ids, a: jnp.where(ep.plan(ids).ticket < 0, jnp.nan, 0.0),
+            "dispatch": lambda p, ids, a: dispatch(p, ids)(a["x"]),
+            "combine": lambda p, ids, a: ep.combine(p, a["rows"]),
+            "prefetch": lambda p, ids, a: prefetch(p)(a["own"]),
+            "dispatch_grad": lambda p, ids, a: jax.vjp(dispatch(p, ids), a["x"])[1](a["rows"])[0],
+            "combine_grad": lambda p, ids, a: jax.vjp(functools.partial(ep.combine, p), a["rows"])[1](a["x"])[0],
+            "reduce_grad": lambda p, ids, a: jax.vjp(prefetch(p), a["own"])[1](a["all"])[0],
+        }
+        plan, op = _jit(mesh, ep.plan), _jit(mesh, bodies[kind])
+        p = plan(ids)
+        step = lambda: jax.block_until_ready(op(p, ids, a))  # noqa: E731
+        step()
+        c.barrier()
+        found: dict[str, Any] = {}
+        if c.index < c.processes - 1:
+            # The call itself returns: its kernels gave up, and filled the result with NaN.
+            found["poisoned"] = all(np.isnan(value).all() for _, value in c.local(step()))
+            found["check"], found["stats"] = raised(ep.check), raised(ep.stats)
+            found["later"] = raised(lambda: jax.block_until_ready(plan(ids)))
+            found["alive"] = float(jnp.arange(5.0).sum())
+        c.barrier()
+        start = time.monotonic()
+        ep.close()
+        return {**found, "closed": time.monotonic() - start}
 
 
 def cycles(c: Context) -> None:

@@ -155,20 +155,22 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-// Rows of the results that need no other rank: own experts and unused slots. Only in the first round.
-template <class V>
-__device__ inline void LocalRows(const RankViewGpu& v, const WeightArgs& a, bool fill) {
-  const int epn = v.shape.epn();
+__device__ inline bool SlotUsed(const RankViewGpu& v, const WeightArgs& a, int64_t slot) {
+  return a.slot_expert[v.rank * v.shape.epn() + slot] >= 0;
+}
+
+// Rows of the results that need no other rank, but those that elsewhere(row) says are written from what others sent:
+// the operand's row, or zeros where it has none. Only in the first round.
+template <class V, class Elsewhere>
+__device__ inline void LocalRows(const RankViewGpu& v, const WeightArgs& a, Elsewhere elsewhere) {
   ForPieces(
-      a, 2 * epn, [](const Leaf& leaf) { return Span{0, 0, leaf.bytes}; },
+      a, v.shape.groups(), [](const Leaf& leaf) { return Span{0, 0, leaf.bytes}; },
       [&](int64_t row, const Leaf& leaf, const Span&, int64_t at, int64_t bytes) {
-        if (row >= leaf.out_rows || leaf.in == leaf.out) return;
-        const bool used = row >= epn && a.slot_expert[v.rank * epn + row - epn] >= 0;
-        if (used) return;
+        if (row >= leaf.out_rows || leaf.in == leaf.out || elsewhere(row)) return;
         std::byte* to = leaf.out + row * leaf.bytes + at;
         if (row < leaf.in_rows) {
           CopyTo<V>(leaf.in + row * leaf.bytes + at, bytes, 1, [&](int) { return to; });
-        } else if (fill) {
+        } else {
           Fill<V>(to, bytes, 0);
         }
       });
@@ -192,11 +194,11 @@ __global__ void __launch_bounds__(kThreads)
   if (part.live == 0) {
     PoisonAll<V>(a);
   } else {
-    if (a.round == 0) LocalRows<V>(v, a, true);
+    if (a.round == 0) LocalRows<V>(v, a, [&](int64_t row) { return row >= epn && SlotUsed(v, a, row - epn); });
     ForPieces(
         a, epn, [&](const Leaf& leaf) { return InWindow(a, leaf); },
         [&](int64_t slot, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
-          if (a.slot_expert[v.rank * epn + slot] < 0) return;
+          if (!SlotUsed(v, a, slot)) return;
           CopyTo<V>(Stage(v, a, v.rank, slot) + span.stage + at, bytes, 1,
                     [&](int) { return leaf.out + (epn + slot) * leaf.bytes + span.offset + at; });
         });
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
     ForPieces(
         a, epn, [&](const Leaf& leaf) { return InWindow(a, leaf); },
         [&](int64_t slot, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
-          if (a.slot_expert[v.rank * epn + slot] < 0) return;
+          if (!SlotUsed(v, a, slot)) return;
           const int64_t row = (epn + slot) * leaf.bytes + span.offset + at;
           CopyTo<V>(leaf.in + row, bytes, 1, [&](int) { return Stage(v, a, v.rank, slot) + span.stage + at; });
           // prefetch overwrote this row of its [2*epn] operand, so the operand's gradient there is zero.
@@ -246,24 +248,16 @@ template <class V>
 __global__ void __launch_bounds__(kThreads)
     ReducePull(const __grid_constant__ RankViewGpu v, const __grid_constant__ WeightArgs a) {
   ControlBlockGpu::PartState& part = State(v);
+  const int epn = v.shape.epn();
   __shared__ Replicas replicas;
   if (part.live == 0) {
     PoisonAll<V>(a);
   } else {
     FindReplicas(v, a.slot_expert, &replicas);
     if (a.round == 0) {
-      // Replicated rows are written below, from the operand.
-      ForPieces(
-          a, 2 * v.shape.epn(), [](const Leaf& leaf) { return Span{0, 0, leaf.bytes}; },
-          [&](int64_t row, const Leaf& leaf, const Span&, int64_t at, int64_t bytes) {
-            const int epn = v.shape.epn();
-            if (row >= leaf.out_rows || leaf.in == leaf.out) return;
-            if (row < epn ? replicas.start[row + 1] > replicas.start[row]
-                          : a.slot_expert[v.rank * epn + row - epn] >= 0) {
-              return;
-            }
-            CopyTo<V>(leaf.in + row * leaf.bytes + at, bytes, 1, [&](int) { return leaf.out + row * leaf.bytes + at; });
-          });
+      LocalRows<V>(v, a, [&](int64_t row) {
+        return row < epn ? replicas.start[row + 1] > replicas.start[row] : SlotUsed(v, a, row - epn);
+      });
     }
     ForPieces(
         a, replicas.actives, [&](const Leaf& leaf) { return InWindow(a, leaf); },
