@@ -224,7 +224,7 @@ def test_many_calls_in_flight() -> None:
     ids = np.stack([routing("anything", shape, i) for i in range(turns)], axis=1)  # [R, turns, s, K]
     w = rng.random(ids.shape, np.float32)
     x = [rng.normal(size=(shape.R, turns, shape.s, shape.H)).astype(BF16) for _ in range(2)]
-    with Run(shape) as run:
+    with Run(shape, whole=False) as run:
         ids_d, w_d, x_d = run.put(ids), run.put(w), [run.put(a) for a in x]
         plans = run.blank_plan(count=(turns,))
         hidden = [run.blank((turns, run.rows, shape.H), BF16) for _ in range(2)]

@@ -10,6 +10,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int64_t kPiece = 64 * 1024;  // bytes that a block moves at a time
 constexpr int kUnroll = 8;
+constexpr int kSumUnroll = 4;
 
 __device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v) {
   return v.own().part[static_cast<int>(Part::kSlots)];
@@ -132,6 +133,8 @@ __device__ inline void Fill(std::byte* to, int64_t bytes, int value) {
 template <class V>
 __global__ void __launch_bounds__(kThreads)
     PrefetchSend(const __grid_constant__ RankViewGpu v, const __grid_constant__ WeightArgs a) {
+  StreamTurn();
+  LetNextStart();
   ControlBlockGpu::PartState& part = State(v);
   __shared__ Replicas replicas;
   if (part.live != 0) {
@@ -189,6 +192,7 @@ __device__ inline void PoisonAll(const WeightArgs& a) {
 template <class V>
 __global__ void __launch_bounds__(kThreads)
     PrefetchExpand(const __grid_constant__ RankViewGpu v, const __grid_constant__ WeightArgs a) {
+  StreamTurn();
   ControlBlockGpu::PartState& part = State(v);
   const int epn = v.shape.epn();
   if (part.live == 0) {
@@ -209,6 +213,8 @@ __global__ void __launch_bounds__(kThreads)
 template <class V>
 __global__ void __launch_bounds__(kThreads)
     ReduceStage(const __grid_constant__ RankViewGpu v, const __grid_constant__ WeightArgs a) {
+  StreamTurn();
+  LetNextStart();
   ControlBlockGpu::PartState& part = State(v);
   const int epn = v.shape.epn();
   if (part.live != 0) {
@@ -232,21 +238,37 @@ __device__ inline void AddReplicas(const RankViewGpu& v, const WeightArgs& a, co
                                    const std::byte* own, std::byte* out, int64_t stage, int64_t bytes) {
   const int epn = v.shape.epn();
   const int64_t n = bytes / static_cast<int64_t>(sizeof(V));
-  for (int64_t i = threadIdx.x; i < n; i += blockDim.x) {
-    Sum<E, V> sum;
-    sum.Start(reinterpret_cast<const V*>(own)[i], 1.0f);
+  const int64_t stride = blockDim.x;
+  // One step of all sums at a time, from one rank's memory: loads that do not wait for each other.
+  auto load = [&](V(&piece)[kSumUnroll], const std::byte* from, int64_t i) {
+#pragma unroll
+    for (int u = 0; u < kSumUnroll; ++u) {
+      if (i + u * stride < n) piece[u] = LoadOnce(reinterpret_cast<const V*>(from) + i + u * stride);
+    }
+  };
+  for (int64_t i = threadIdx.x; i < n; i += stride * kSumUnroll) {
+    Sum<E, V> sum[kSumUnroll];
+    V piece[kSumUnroll];
+    load(piece, own, i);
+#pragma unroll
+    for (int u = 0; u < kSumUnroll; ++u) sum[u].Start(piece[u], 1.0f);
     for (int k = replicas.start[e]; k < replicas.start[e + 1]; ++k) {
       const int place = replicas.sorted[k];
-      const std::byte* from = Stage(v, a, place / epn, place % epn) + stage;
-      sum.Add(LoadOnce(reinterpret_cast<const V*>(from) + i), 1.0f);
+      load(piece, Stage(v, a, place / epn, place % epn) + stage, i);
+#pragma unroll
+      for (int u = 0; u < kSumUnroll; ++u) sum[u].Add(piece[u], 1.0f);
     }
-    reinterpret_cast<V*>(out)[i] = sum.Rounded();
+#pragma unroll
+    for (int u = 0; u < kSumUnroll; ++u) {
+      if (i + u * stride < n) reinterpret_cast<V*>(out)[i + u * stride] = sum[u].Rounded();
+    }
   }
 }
 
 template <class V>
 __global__ void __launch_bounds__(kThreads)
     ReducePull(const __grid_constant__ RankViewGpu v, const __grid_constant__ WeightArgs a) {
+  StreamTurn();
   ControlBlockGpu::PartState& part = State(v);
   const int epn = v.shape.epn();
   __shared__ Replicas replicas;
@@ -311,8 +333,8 @@ cudaError_t LaunchCopy(void* to, const void* from, int64_t bytes, int blocks, cu
 #define MOONEP_LAUNCH_WEIGHTS(Kernel)                                                                      \
   cudaError_t Launch##Kernel(const RankViewGpu& v, const WeightArgs& a, int blocks, cudaStream_t stream) { \
     return WithLeaves(a, [&](auto vector) {                                                                \
-      Kernel<decltype(vector)><<<blocks, kThreads, 0, stream>>>(v, a);                                     \
-      return cudaGetLastError();                                                                           \
+      const LaunchShape shape{dim3(static_cast<unsigned>(blocks)), kThreads};                              \
+      return LaunchKernel(Kernel<decltype(vector)>, shape, stream, v, a);                                  \
     });                                                                                                    \
   }
 MOONEP_LAUNCH_WEIGHTS(PrefetchSend)
