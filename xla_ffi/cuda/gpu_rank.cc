@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "xla_ffi/common/messages.h"
+#include "xla_ffi/cuda/launch.cuh"
 
 namespace moonep {
 namespace {
@@ -146,7 +147,30 @@ std::string GpuRank::Enqueue(const CallArgs& call, int64_t channel, int64_t site
 }
 
 bool GpuRank::Whole(const CallArgs& call) const {
-  return options_.whole && call.kind == Kind::kPlan && PlanIsSmall(view_.shape, call.tokens());
+  if (!options_.whole) return false;
+  int64_t rows = 0;
+  switch (call.kind) {
+    case Kind::kPlan:
+      return PlanIsSmall(view_.shape, call.tokens());
+    case Kind::kDispatch:
+    case Kind::kCombineGrad:
+      rows = call.rets[0].dims[0];
+      break;
+    case Kind::kCombine:
+    case Kind::kDispatchGrad:
+      rows = call.args[5].dims[0] + call.tokens() * view_.shape.topk;
+      break;
+    case Kind::kPrefetch:
+    case Kind::kReduceGrad:
+      return false;
+  }
+  // One cluster is kClusterBlocks SMs, which may be more than the rows were given.
+  return options_.link_blocks >= kClusterBlocks && rows * view_.shape.row_bytes <= kWholeBytes;
+}
+
+bool GpuRank::Bulk(const CallArgs& call) const {
+  return options_.bulk && (call.kind == Kind::kDispatch || call.kind == Kind::kCombineGrad) && !Whole(call) &&
+         RowsGoInBulk(view_, call.args[6].raw());
 }
 
 int64_t GpuRank::Rounds(const CallArgs& call) const {
@@ -217,13 +241,14 @@ cudaError_t GpuRank::LaunchDispatch(const CallArgs& call, const CallId& id, Phas
     case Phase::kBegin:
       return LaunchBegin(view_, Part::kRows, id, stream);
     case Phase::kSend:
-      return LaunchDispatchSend(view_, a, options_.link_blocks, stream);
+      return Bulk(call) ? LaunchDispatchSendBulk(view_, a, options_.link_blocks, stream)
+                        : LaunchDispatchSend(view_, a, options_.link_blocks, stream);
     case Phase::kWait:
       return LaunchWait(view_, Part::kRows, stream);
     case Phase::kLocal:
       return LaunchDispatchExpand(view_, a, options_.local_blocks, stream);
     case Phase::kWhole:
-      break;
+      return LaunchDispatchWhole(view_, a, id, stream);
   }
   return cudaErrorInvalidValue;
 }
@@ -251,7 +276,7 @@ cudaError_t GpuRank::LaunchCombine(const CallArgs& call, const CallId& id, Phase
     case Phase::kLocal:
       return LaunchCombineReduce(view_, a, options_.local_blocks, stream);
     case Phase::kWhole:
-      break;
+      return LaunchCombineWhole(view_, a, id, stream);
   }
   return cudaErrorInvalidValue;
 }

@@ -45,9 +45,11 @@ class GpuRank {
   // Launches a whole call on a stream; returns what is wrong, or an empty string. Only enqueues.
   std::string Enqueue(const CallArgs& call, int64_t channel, int64_t site, cudaStream_t stream);
 
-  // Of a checked call: its rounds, whether one launch does a round, and one phase of one round.
+  // Of a checked call: its rounds, whether one launch does a round, whether its rows are sent by bulk copies, and one
+  // phase of one round.
   int64_t Rounds(const CallArgs& call) const;
   bool Whole(const CallArgs& call) const;
+  bool Bulk(const CallArgs& call) const;
   cudaError_t Launch(const CallArgs& call, uint32_t site_hash, int64_t round, Phase phase, cudaStream_t stream);
 
   // Before Launch of kBegin, when this rank is timed alone: its peers' words for the call.

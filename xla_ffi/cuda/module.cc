@@ -152,6 +152,8 @@ NB_MODULE(_ffi_cuda, m) {
            })
       .def("whole", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
                        const std::vector<Buffer>& rets) { return self.Whole(MakeCall(kind, args, rets)); })
+      .def("bulk", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
+                      const std::vector<Buffer>& rets) { return self.Bulk(MakeCall(kind, args, rets)); })
       .def("rounds", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
                         const std::vector<Buffer>& rets) { return self.Rounds(MakeCall(kind, args, rets)); })
       .def("launch",

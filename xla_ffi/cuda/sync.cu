@@ -7,7 +7,7 @@ namespace {
 __global__ void __launch_bounds__(kMaxRanks)
     BeginKernel(const __grid_constant__ RankViewGpu v, Part which, const __grid_constant__ CallId id) {
   StreamTurn();
-  BeginCall(v, which, id);
+  RecordCall(v, which, BeginCall(v, which, id));
 }
 
 __global__ void __launch_bounds__(kMaxRanks) WaitKernel(const __grid_constant__ RankViewGpu v, Part which) {

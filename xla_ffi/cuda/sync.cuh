@@ -64,10 +64,26 @@ __device__ inline void AdoptError(const RankViewGpu& v, int32_t peer) {
   RaiseError(v, v.control(peer).record);
 }
 
-// One block; waits until every rank's word in `words` reaches `epoch` (and, if `tag` is given, carries it).
+// What its kernels must know of a call.
+struct CallState {
+  uint32_t epoch;
+  uint32_t tag;
+  uint32_t live;
+  int32_t kind;
+  int32_t ticket;
+};
+__device__ inline CallState StateOf(const ControlBlockGpu::PartState& part) {
+  return {part.epoch, part.tag, part.live, part.kind, part.ticket};
+}
+
+// Turns of a poll that acquire, each at the price of the L1 cache, so that a word which is about to come needs no
+// second trip to memory. Later turns only look.
+constexpr uint32_t kEagerTurns = 64;
+
+// One block; waits until every rank's word in `words` reaches `epoch` (and, if `check_tag`, carries the call's tag).
 // Returns true on all threads when all came in time. Needs at least shape.ranks threads.
 __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, uint32_t epoch, bool check_tag,
-                                  ControlBlockGpu::PartState& part) {
+                                  const CallState& call) {
   __shared__ uint64_t missing[2];
   __shared__ int32_t other;   // a rank that came with another call
   __shared__ int32_t failed;  // a rank with an error
@@ -79,26 +95,27 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
   __syncthreads();
   ControlBlockGpu& own = v.own();
   if (r < v.shape.ranks) {
-    const bool first = own.seen[part.tag % 1024] != part.tag;
-    const uint64_t limit = first ? own.first_limit_ns : own.limit_ns;
-    const uint64_t start = WallClockNs();
+    uint64_t start = 0;
     for (uint32_t turn = 0;; ++turn) {
-      const uint64_t word = LoadRelaxedSys(&words[r].value);
+      const bool eager = turn < kEagerTurns;
+      const uint64_t word = eager ? LoadAcquireSys(&words[r].value) : LoadRelaxedSys(&words[r].value);
       const uint32_t got = static_cast<uint32_t>(word >> 32);
       if (static_cast<int32_t>(got - epoch) >= 0) {
-        LoadAcquireSys(&words[r].value);  // what the peer wrote before it is now visible to later kernels
-        if (check_tag && (got != epoch || static_cast<uint32_t>(word) != part.tag)) {
+        if (!eager) LoadAcquireSys(&words[r].value);  // what the peer wrote before it is now visible here and later
+        if (check_tag && (got != epoch || static_cast<uint32_t>(word) != call.tag)) {
           atomicExch(&other, r);
           atomicOr(reinterpret_cast<unsigned long long*>(&missing[r / 64]), 1ull << (r % 64));
         }
         break;
       }
+      if (turn == 0) start = WallClockNs();
       if (turn % 64 == 63) {
         if (LoadRelaxedSys(&own.error[r].value) != 0) {
           atomicExch(&failed, r);
           break;
         }
-        if (WallClockNs() - start > limit) {
+        const bool first = own.seen[call.tag % 1024] != call.tag;
+        if (WallClockNs() - start > (first ? own.first_limit_ns : own.limit_ns)) {
           atomicOr(reinterpret_cast<unsigned long long*>(&missing[r / 64]), 1ull << (r % 64));
           break;
         }
@@ -112,14 +129,14 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
       AdoptError(v, failed);
     } else {
       RaiseError(v, {other >= 0 ? ErrorRecord::kMismatch : ErrorRecord::kTimeout,
-                     part.kind,
-                     part.ticket,
+                     call.kind,
+                     call.ticket,
                      v.rank,
                      {missing[0], missing[1]},
                      own.limit_ns});
     }
   }
-  if (r == 0 && complete && check_tag) own.seen[part.tag % 1024] = part.tag;
+  if (r == 0 && complete && check_tag) own.seen[call.tag % 1024] = call.tag;
   return complete;
 }
 
@@ -136,46 +153,84 @@ __device__ inline int32_t FailedRank(const RankViewGpu& v) {
   return failed;
 }
 
-// Opens a call: its epoch, ticket and tag. Called by a whole block; `failed` comes from FailedRank. Returns whether the
-// call may touch peers.
-__device__ inline bool OpenCall(const RankViewGpu& v, Part which, const CallId& id, int32_t failed) {
-  ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
-  __shared__ bool live;
+// What a call starts from: words of which nothing depends on another, so all are one trip to memory.
+struct Opening {
+  uint32_t epoch;  // of the call before
+  uint32_t busy;
+  int32_t ticket;
+};
+__device__ inline Opening ReadOpening(const RankViewGpu& v, Part which, const CallId& id) {
+  const ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
+  return {part.epoch, part.busy, id.ticket != nullptr ? *id.ticket : 0};
+}
+
+// What a call is: its epoch, ticket and tag, and whether it is live, that is, may touch peers. `failed` comes from
+// FailedRank. Called by a whole block; all threads get it.
+__device__ inline CallState DecideCall(const RankViewGpu& v, const CallId& id, int32_t failed, const Opening& from) {
+  CallState call;
+  call.epoch = from.epoch + 1;
+  call.tag = MixTag(id.site_hash, from.ticket);
+  call.kind = id.kind;
+  // A plan's ticket is its epoch, without the sign bit: -1 says "poisoned".
+  call.ticket = id.ticket != nullptr ? from.ticket : static_cast<int32_t>(call.epoch & 0x7fffffffu);
+  call.live = failed < 0 && from.busy == 0 && call.ticket >= 0 ? 1 : 0;
   if (threadIdx.x == 0) {
-    part.epoch += 1;
-    part.kind = id.kind;
-    // A plan's ticket is its epoch, without the sign bit: -1 says "poisoned".
-    part.ticket = id.ticket != nullptr ? *id.ticket : static_cast<int32_t>(part.epoch & 0x7fffffffu);
-    part.tag = MixTag(id.site_hash, id.ticket != nullptr ? part.ticket : 0);
     if (failed >= 0) {
       AdoptError(v, failed);
-    } else if (part.busy != 0) {
-      RaiseError(v, {ErrorRecord::kBusy, part.kind, part.ticket, v.rank, {0, 0}, 0});
+    } else if (from.busy != 0) {
+      RaiseError(v, {ErrorRecord::kBusy, call.kind, call.ticket, v.rank, {0, 0}, 0});
     }
-    live = failed < 0 && part.busy == 0 && part.ticket >= 0;
-    part.busy = 1;
-    part.live = live;
   }
+  return call;
+}
+
+// Writes it down for the kernels that follow. Called by a whole block, after all of it has read the opening.
+__device__ inline void RecordCall(const RankViewGpu& v, Part which, const CallState& call) {
+  if (threadIdx.x != 0) return;
+  ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
+  part.epoch = call.epoch;
+  part.tag = call.tag;
+  part.live = call.live;
+  part.busy = 1;
+  part.kind = call.kind;
+  part.ticket = call.ticket;
+}
+
+// Both, for a call without credits. Returns whether it is live.
+__device__ inline bool OpenCall(const RankViewGpu& v, Part which, const CallId& id, int32_t failed) {
+  const CallState call = DecideCall(v, id, failed, ReadOpening(v, which, id));
   __syncthreads();
-  return live;
+  RecordCall(v, which, call);
+  __syncthreads();
+  return call.live != 0;
 }
 
-// Opens a call and waits for its credits: a receiver may still copy out what was sent in the epoch before.
-__device__ inline void BeginCall(const RankViewGpu& v, Part which, const CallId& id) {
-  ControlBlockGpu& own = v.own();
-  ControlBlockGpu::PartState& part = own.part[static_cast<int>(which)];
-  const bool live = OpenCall(v, which, id, FailedRank(v));
-  if (!live) return;
-  const bool ok = WaitForAll(v, own.consumed[static_cast<int>(which)], part.epoch - 1, false, part);
-  if (threadIdx.x == 0) part.live = ok;
+// Decides on a call and waits for its credits: a receiver may still copy out what was sent in the epoch before. The
+// caller records it.
+__device__ inline CallState BeginCall(const RankViewGpu& v, Part which, const CallId& id) {
+  const ControlBlockGpu& own = v.own();
+  const SyncWord* credits = own.consumed[static_cast<int>(which)];
+  const int r = static_cast<int>(threadIdx.x);
+  const bool peer = r < v.shape.ranks;
+  // Most often nothing is wrong and all credits are here: then this is the only trip to memory.
+  const Opening from = ReadOpening(v, which, id);
+  const uint64_t error = peer ? LoadRelaxedSys(&own.error[r].value) : 0;
+  const uint64_t credit = peer ? LoadAcquireSys(&credits[r].value) : 0;
+  const bool late = peer && static_cast<int32_t>(static_cast<uint32_t>(credit >> 32) - from.epoch) < 0;
+  const int32_t failed = __syncthreads_or(error != 0) ? FailedRank(v) : -1;
+  CallState call = DecideCall(v, id, failed, from);
+  const bool wait = __syncthreads_or(late) != 0;
+  if (wait && call.live != 0 && !WaitForAll(v, credits, from.epoch, false, call)) call.live = 0;
+  return call;
 }
 
-// Waits for the data of all ranks; called by a whole block.
+// Waits for the data of all ranks; called by a whole block. Returns whether it came.
+__device__ inline bool WaitArrived(const RankViewGpu& v, Part which, const CallState& call) {
+  return call.live != 0 && WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, true, call);
+}
 __device__ inline void WaitArrived(const RankViewGpu& v, Part which) {
-  ControlBlockGpu& own = v.own();
-  ControlBlockGpu::PartState& part = own.part[static_cast<int>(which)];
-  if (part.live == 0) return;
-  const bool ok = WaitForAll(v, own.arrived[static_cast<int>(which)], part.epoch, true, part);
+  ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
+  const bool ok = WaitArrived(v, which, StateOf(part));
   if (threadIdx.x == 0 && !ok) part.live = 0;
 }
 
@@ -196,43 +251,65 @@ __device__ inline void Tail(ControlBlockGpu::PartState& part, F publish) {
 }
 
 // Called by a whole block: a thread per peer, since each release waits for the writes before it.
-__device__ inline void PublishArrived(const RankViewGpu& v, Part which, const ControlBlockGpu::PartState& part) {
-  const uint64_t word = PackWord(part.epoch, part.tag);
+__device__ inline void PublishArrived(const RankViewGpu& v, Part which, const CallState& call) {
+  const uint64_t word = PackWord(call.epoch, call.tag);
   for (int r = static_cast<int>(threadIdx.x); r < v.shape.ranks; r += static_cast<int>(blockDim.x)) {
     StoreReleaseSys(&v.control(r).arrived[static_cast<int>(which)][v.rank].value, word);
   }
 }
-
-// The same for credits. Ends the call: `live` false gives none, since nothing was sent.
-__device__ inline void PublishConsumed(const RankViewGpu& v, Part which, ControlBlockGpu::PartState& part) {
-  const uint64_t word = PackWord(part.epoch, part.tag);
-  for (int r = static_cast<int>(threadIdx.x); part.live != 0 && r < v.shape.ranks; r += static_cast<int>(blockDim.x)) {
-    StoreReleaseSys(&v.control(r).consumed[static_cast<int>(which)][v.rank].value, word);
-  }
-  if (threadIdx.x == 0) part.busy = 0;
+__device__ inline void PublishArrived(const RankViewGpu& v, Part which, const ControlBlockGpu::PartState& part) {
+  PublishArrived(v, which, StateOf(part));
 }
 
-// A whole call in a kernel of one cluster, for calls of so few bytes that launches would cost more than the work. The
-// barrier of the cluster orders memory among its blocks, so what one block acquires from a peer the others may read,
-// and what one block releases to a peer covers the writes of the others.
-template <class Send, class Local>
-__device__ inline void WholeCall(const RankViewGpu& v, Part which, const CallId& id, Send send, Local local) {
-  const cooperative_groups::cluster_group cluster = cooperative_groups::this_cluster();
-  ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
+// The same for credits. Ends the call: one that is not live gives none, since nothing was sent.
+__device__ inline void PublishConsumed(const RankViewGpu& v, Part which, const CallState& call) {
+  const uint64_t word = PackWord(call.epoch, call.tag);
+  for (int r = static_cast<int>(threadIdx.x); call.live != 0 && r < v.shape.ranks; r += static_cast<int>(blockDim.x)) {
+    StoreReleaseSys(&v.control(r).consumed[static_cast<int>(which)][v.rank].value, word);
+  }
+  if (threadIdx.x == 0) v.own().part[static_cast<int>(which)].busy = 0;
+}
+__device__ inline void PublishConsumed(const RankViewGpu& v, Part which, const ControlBlockGpu::PartState& part) {
+  PublishConsumed(v, which, StateOf(part));
+}
+
+// A whole call in a kernel of one cluster, for calls of so few bytes that launches would cost more than the work.
+// start_send() and start_local() give a pass over rows whose first loads, of what no peer writes, are under way: they
+// overlap with the waits. Run() does it.
+//
+// The barrier of the cluster is a release and an acquire of all its threads, so what the first block acquires from a
+// peer the others may read, and what it releases to a peer covers the writes of the others.
+template <class StartSend, class StartLocal>
+__device__ inline void WholeCall(const RankViewGpu& v, Part which, const CallId& id, StartSend start_send,
+                                 StartLocal start_local) {
+  namespace cg = cooperative_groups;
+  __shared__ CallState shared_call;
+  const cg::cluster_group cluster = cg::this_cluster();
   const bool leads = cluster.block_rank() == 0;
-  if (leads) BeginCall(v, which, id);
-  cluster.sync();
-  const bool live = part.live != 0;
-  if (live) send();
-  cluster.sync();
-  if (leads && live) {
-    PublishArrived(v, which, part);
-    WaitArrived(v, which);
+  // Read from the first block's shared memory, half as far away as the L2 cache. That block ends after all others have
+  // read: a barrier follows each use.
+  const CallState* call = cluster.map_shared_rank(&shared_call, 0);
+  auto send = start_send();
+  if (leads) {
+    const CallState begun = BeginCall(v, which, id);
+    if (threadIdx.x == 0) shared_call = begun;
   }
   cluster.sync();
-  local();
+  const CallState begun = *call;
+  if (leads) RecordCall(v, which, begun);  // not before: the barrier would wait for these stores
+  if (begun.live != 0) send.Run();
   cluster.sync();
-  if (leads) PublishConsumed(v, which, part);
+  if (leads && begun.live != 0) PublishArrived(v, which, begun);
+  auto local = start_local();
+  if (leads) {
+    const bool arrived = WaitArrived(v, which, begun);
+    if (threadIdx.x == 0) shared_call.live = arrived ? 1 : 0;
+  }
+  cluster.sync();
+  const CallState arrived = *call;
+  local.Run(arrived.live != 0);
+  cluster.sync();
+  if (leads) PublishConsumed(v, which, arrived);
 }
 
 }  // namespace moonep

@@ -1,0 +1,243 @@
+// combine and dispatch_grad: rows back to the sources of their tokens, and their sums.
+//
+// Begin -> send (a grid of link_blocks: sums of each token's rows here, to its source) -> Wait -> reduce (a grid of
+// local_blocks: the source adds up what came). Few bytes: one launch does it all.
+#include "xla_ffi/cuda/rows.cuh"
+
+namespace moonep {
+namespace {
+
+constexpr int kThreads = 512;  // sums need more registers than copies
+constexpr int kUnroll = 4;     // loads in flight per lane
+constexpr int kBatch = 4;      // summands that are loaded together
+
+// The rows of one token on this rank are summed and stored in the source's return buffer. exact: every row travels as
+// it is, its weight beside it. kEager: the row is loaded before it is known to matter, which is one trip to memory
+// less.
+template <class E, class V, bool kEager>
+struct ReturnRows {
+  const RankViewGpu& v;
+  const CombineArgs& a;
+
+  struct Ready {
+    Piece piece;
+    int32_t src;
+    int32_t next;
+    bool leads;
+    float w;
+    V data[kUnroll];
+  };
+  __device__ const std::byte* Out(int64_t row) const { return a.out + row * v.shape.row_bytes; }
+
+  __device__ Ready Prepare(const Piece& piece) const {
+    Ready r;
+    r.piece = piece;
+    if (piece.row < 0) return r;
+    const int32_t i = piece.begin + Lane();
+    if (kEager) Load(r.data, Out(piece.row), i, piece.end);
+    const int32_t primary = a.primary[piece.row];
+    r.src = a.src[piece.row];
+    r.next = a.next[piece.row];
+    r.w = a.w[piece.row];
+    r.leads = v.shape.exact || primary == piece.row;
+    if (!kEager && r.leads && r.src >= 0) Load(r.data, Out(piece.row), i, piece.end);
+    return r;
+  }
+  __device__ void Finish(Ready& r) const {
+    const Piece p = r.piece;
+    const uint32_t per_rank = static_cast<uint32_t>(a.tokens * v.shape.topk);
+    if (!Inside(r.src, static_cast<int64_t>(per_rank) * v.shape.ranks)) return;
+    const int32_t source = static_cast<int32_t>(static_cast<uint32_t>(r.src) / per_rank);
+    const int64_t assignment = static_cast<uint32_t>(r.src) % per_rank;
+    const bool exact = v.shape.exact;
+    const bool scaled = a.returned == nullptr;
+    if (Lane() == 0 && p.begin == 0 && (exact || !scaled)) v.return_weights(source)[assignment] = r.w;
+    if (!r.leads) return;
+    for (int32_t i = p.begin + Lane(); i < p.end; i += 32 * kUnroll) {
+      if (i != p.begin + Lane()) Load(r.data, Out(p.row), i, p.end);
+      if (!exact) SumChain(r, scaled, i);
+      Store(r.data, v.return_row(source, assignment), i, p.end);
+    }
+  }
+  // In chain order, rounded once. The next row of the chain is under way while this one is added.
+  __device__ void SumChain(Ready& r, bool scaled, int32_t i) const {
+    Sum<E, V> sum[kUnroll];
+    int64_t link = r.next;
+    float scale = scaled ? r.w : 1.0f;
+    for (int steps = 1;; ++steps) {
+      const bool more = steps < v.shape.topk && Inside(link, a.rows);
+      V ahead[kUnroll];
+      if (more) Load(ahead, Out(link), i, r.piece.end);
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) {
+        if (steps == 1) {
+          sum[u].Start(r.data[u], scale);
+        } else {
+          sum[u].Add(r.data[u], scale);
+        }
+      }
+      if (!more) break;
+#pragma unroll
+      for (int u = 0; u < kUnroll; ++u) r.data[u] = ahead[u];
+      scale = scaled ? a.w[link] : 1.0f;
+      link = a.next[link];
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) r.data[u] = sum[u].Rounded();
+  }
+};
+
+// The source sums what came back, in ascending k, and rounds once.
+template <class E, class V>
+struct ReduceRows {
+  const RankViewGpu& v;
+  const CombineArgs& a;
+
+  struct Ready {
+    Piece piece;
+    PerAssignment<int32_t> to_rank;
+  };
+  __device__ Ready Prepare(const Piece& piece) const {
+    if (piece.row < 0) return {piece, {-1, -1}};
+    const int topk = v.shape.topk;
+    return {piece, PerAssignment<int32_t>::Load(a.dst_rank + static_cast<int64_t>(piece.row) * topk, topk, -1)};
+  }
+  __device__ void Finish(const Ready& r, bool live) const {
+    const Piece p = r.piece;
+    const int topk = v.shape.topk;
+    const bool exact = v.shape.exact;
+    const bool scaled = exact && a.returned == nullptr;
+    const int64_t first = static_cast<int64_t>(p.row) * topk;
+    PerAssignment<float> weight{1.0f, 1.0f};
+    if (live && (scaled || a.returned != nullptr)) {
+      weight = PerAssignment<float>::Load(v.return_weights(v.rank) + first, topk, 0.0f);
+    }
+    if (a.returned != nullptr && p.begin == 0) {
+      const auto give = [&](int k, int32_t rank, float value) {
+        if (k < topk) a.returned[first + k] = !live ? __int_as_float(-1) : rank >= 0 ? value : 0.0f;
+      };
+      give(Lane(), r.to_rank.low, weight.low);
+      give(Lane() + 32, r.to_rank.high, weight.high);
+    }
+    const uint64_t summands = !live ? 0 : exact ? RoutedMask(r.to_rank) : PrimaryMask(r.to_rank, topk);
+    V blank;
+    memset(&blank, live ? 0 : 0xff, sizeof(V));
+    for (int32_t begin = p.begin; begin < p.end; begin += 32) {
+      const int32_t i = begin + Lane();
+      const bool mine = i < p.end;
+      Sum<E, V> sum;
+      for (uint64_t left = summands; left != 0;) {
+        // Loads first: each alone would wait for memory.
+        V data[kBatch];
+        float scale[kBatch];
+        const bool start = left == summands;
+        int count = 0;
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (left == 0) continue;
+          const int k = LowestBit(left);
+          left &= left - 1;
+          count = b + 1;
+          scale[b] = scaled ? weight.At(k) : 1.0f;
+          if (mine) data[b] = LoadOnce(reinterpret_cast<const V*>(v.return_row(v.rank, first + k)) + i);
+        }
+#pragma unroll
+        for (int b = 0; b < kBatch; ++b) {
+          if (!mine || b >= count) continue;
+          if (start && b == 0) {
+            sum.Start(data[b], scale[b]);
+          } else {
+            sum.Add(data[b], scale[b]);
+          }
+        }
+      }
+      if (mine) {
+        StoreOnce(reinterpret_cast<V*>(a.y + static_cast<int64_t>(p.row) * v.shape.row_bytes) + i,
+                  summands != 0 ? sum.Rounded() : blank);
+      }
+    }
+  }
+};
+
+template <class E, class V>
+__global__ void __launch_bounds__(kThreads, 1)
+    CombineSend(const __grid_constant__ RankViewGpu v, const __grid_constant__ CombineArgs a,
+                const __grid_constant__ Cut cut) {
+  __shared__ int32_t taken;
+  StreamTurn();
+  LetNextStart();
+  ControlBlockGpu::PartState& part = State(v, Part::kReturns);
+  if (part.live != 0) Pass(ReturnRows<E, V, false>{v, a}, Pieces(cut, &taken)).Run();
+  Tail(part, [&] {
+    if (part.live != 0) PublishArrived(v, Part::kReturns, part);
+  });
+}
+
+template <class E, class V>
+__global__ void __launch_bounds__(kThreads, 2)
+    CombineReduce(const __grid_constant__ RankViewGpu v, const __grid_constant__ CombineArgs a,
+                  const __grid_constant__ Cut cut) {
+  __shared__ int32_t taken;
+  StreamTurn();
+  LetNextStart();
+  ControlBlockGpu::PartState& part = State(v, Part::kReturns);
+  Pass(ReduceRows<E, V>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
+  Tail(part, [&] { PublishConsumed(v, Part::kReturns, part); });
+}
+
+template <class E, class V>
+__global__ void __launch_bounds__(kThreads, 1)
+    CombineWhole(const __grid_constant__ RankViewGpu v, const __grid_constant__ CombineArgs a,
+                 const __grid_constant__ CallId id, const __grid_constant__ Cut send,
+                 const __grid_constant__ Cut local) {
+  StreamTurn();
+  WholeCall(
+      v, Part::kReturns, id, [&] { return Pass(ReturnRows<E, V, true>{v, a}, Pieces(send, nullptr)); },
+      [&] { return Pass(ReduceRows<E, V>{v, a}, Pieces(local, nullptr)); });
+}
+
+// A row type wider than the vector cannot be summed element by element: float32 rows are always 4-byte aligned.
+template <class F>
+cudaError_t WithRows(RowType type, int64_t bytes, uintptr_t addresses, F f) {
+  return WithRowType(type, [&](auto element) {
+    return WithVector(bytes, addresses, [&](auto vector) {
+      using E = decltype(element);
+      using V = decltype(vector);
+      if constexpr (sizeof(V) >= sizeof(typename E::Storage)) return f(element, vector);
+      return cudaErrorMisalignedAddress;
+    });
+  });
+}
+
+}  // namespace
+
+cudaError_t LaunchCombineSend(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream) {
+  return WithRows(a.type, v.shape.row_bytes, Address(a.out), [&](auto element, auto vector) {
+    using E = decltype(element);
+    using V = decltype(vector);
+    const Cut cut = Cut::Of(a.rows, VectorsOf<V>(v), int64_t{blocks} * kThreads / 32);
+    return LaunchKernel(CombineSend<E, V>, ShapeFor(cut, blocks, kThreads), stream, v, a, cut);
+  });
+}
+
+cudaError_t LaunchCombineReduce(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream) {
+  return WithRows(a.type, v.shape.row_bytes, Address(a.y), [&](auto element, auto vector) {
+    using E = decltype(element);
+    using V = decltype(vector);
+    const Cut cut = Cut::Of(a.tokens, VectorsOf<V>(v), int64_t{blocks} * kThreads / 32);
+    return LaunchKernel(CombineReduce<E, V>, ShapeFor(cut, blocks, kThreads), stream, v, a, cut);
+  });
+}
+
+cudaError_t LaunchCombineWhole(const RankViewGpu& v, const CombineArgs& a, const CallId& id, cudaStream_t stream) {
+  return WithRows(a.type, v.shape.row_bytes, Address(a.out) | Address(a.y), [&](auto element, auto vector) {
+    using E = decltype(element);
+    using V = decltype(vector);
+    const LaunchShape shape = WholeShape(a.rows, VectorsOf<V>(v), kUnroll, kThreads);
+    const Cut send = Cut::Of(a.rows, VectorsOf<V>(v), WarpsOf(shape));
+    const Cut local = Cut::Of(a.tokens, VectorsOf<V>(v), WarpsOf(shape));
+    return LaunchKernel(CombineWhole<E, V>, shape, stream, v, a, id, send, local);
+  });
+}
+
+}  // namespace moonep
