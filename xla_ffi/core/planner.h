@@ -22,9 +22,9 @@ struct Move {
 struct PlannerState {
   int32_t* at_home;  // [E] rows that their home keeps
   int32_t* balance;  // [R] rows at home minus capacity
-  int32_t* quota;    // [R] cascade: rows that the receiver still gets ...
+  int32_t* quota;    // [R] cascade: rows that the receiver gets ...
   int32_t* giver;    // [R] ... from this home
-  int32_t* foreign;  // [R] foreign experts of the rank
+  int32_t* foreign;  // [R] foreign experts of the rank; later what receivers still get
   Move* moves;       // [E + R]
 };
 
@@ -45,83 +45,84 @@ MOONEP_HD void StartAtHome(const Team& team, const DomainShape& d, const int32_t
                            PlannerState s) {
   const int32_t total = team.sum(d.ranks, [&](int r) { return home_rows[r]; });
   for (int e = team.rank(); e < d.experts; e += team.size()) s.at_home[e] = totals[e];
-  for (int r = team.rank(); r < d.ranks; r += team.size()) {
-    s.balance[r] = home_rows[r] - Capacity(total, d.ranks, r);
-    s.foreign[r] = 0;
-    s.giver[r] = -1;
-    s.quota[r] = 0;
-  }
+  for (int r = team.rank(); r < d.ranks; r += team.size()) s.balance[r] = home_rows[r] - Capacity(total, d.ranks, r);
   team.sync();
 }
 
-// Moves up to `most` rows of home h's hottest expert (most rows still at home) to a rank. `settle(rows)` books them
-// where the caller keeps its accounts.
-template <class Team, class Settle>
-MOONEP_HD void MoveHottest(const Team& team, const DomainShape& d, int32_t h, int32_t to, int32_t most, int32_t at,
-                           PlannerState s, Settle settle) {
-  const int32_t first = h * d.epn();
-  const Largest hottest = team.largest(d.epn(), [&](int i) { return s.at_home[first + i]; });
-  const int32_t expert = first + hottest.index;
+// Moves up to `most` rows of home h's hottest expert (most rows still at home) to a rank. Returns how many.
+template <class Team>
+MOONEP_HD int32_t MoveHottest(const Team& team, int32_t epn, int32_t h, int32_t to, int32_t most, int32_t at,
+                              PlannerState s) {
+  const int32_t first = h * epn;
+  const Largest hottest = team.largest(epn, [&](int i) { return s.at_home[first + i]; });
   const int32_t rows = most < hottest.value ? most : hottest.value;
   team.sync();
   team.single([&] {
-    s.at_home[expert] -= rows;
-    s.foreign[to] += 1;
-    s.moves[at] = {expert, to, rows};
-    settle(rows);
+    s.at_home[first + hottest.index] = hottest.value - rows;
+    s.moves[at] = {first + hottest.index, to, rows};
   });
+  return rows;
 }
 
+// `cascade` of the result says that some rank got more foreign experts than it has slots.
 template <class Team>
-MOONEP_HD int32_t LeanMoves(const Team& team, const DomainShape& d, PlannerState s) {
+MOONEP_HD PlannerResult LeanMoves(const Team& team, const DomainShape& d, PlannerState s) {
+  const int32_t epn = d.epn();
+  auto balance = team.board(d.ranks, [&](int r) { return s.balance[r]; }, s.balance);
+  auto foreign = team.board(d.ranks, [](int) { return 0; }, s.foreign);
   for (int32_t count = 0;; ++count) {
-    const Largest h = team.largest(d.ranks, [&](int r) { return s.balance[r]; });
-    const Largest u = team.largest(d.ranks, [&](int r) { return -s.balance[r]; });
-    if (h.value <= 0) return count;
-    const int32_t most = h.value < u.value ? h.value : u.value;
-    MoveHottest(team, d, h.index, u.index, most, count, s, [&](int32_t rows) {
-      s.balance[h.index] = h.value - rows;
-      s.balance[u.index] = rows - u.value;
-    });
+    const Largest h = balance.largest();
+    const Largest u = balance.smallest();
+    if (h.value <= 0) {
+      balance.store();
+      return {count, foreign.largest().value > epn};
+    }
+    const int32_t rows = MoveHottest(team, epn, h.index, u.index, h.value < -u.value ? h.value : -u.value, count, s);
+    balance.add(h.index, -rows);
+    balance.add(u.index, rows);
+    foreign.add(u.index, 1);
   }
 }
 
 template <class Team>
 MOONEP_HD int32_t CascadeMoves(const Team& team, const DomainShape& d, PlannerState s) {
   // Each receiver gets one giver; a giver may go below its capacity and then becomes a receiver itself.
+  const int32_t epn = d.epn();
+  for (int r = team.rank(); r < d.ranks; r += team.size()) s.giver[r] = -1;
+  team.sync();
+  auto balance = team.board(d.ranks, [&](int r) { return s.balance[r]; }, s.balance);
   for (;;) {
-    const Largest h = team.largest(d.ranks, [&](int r) { return s.balance[r]; });
-    const Largest u = team.largest(d.ranks, [&](int r) { return -s.balance[r]; });
+    const Largest h = balance.largest();
+    const Largest u = balance.smallest();
     if (h.value <= 0) break;
-    team.sync();
     team.single([&] {
       s.giver[u.index] = h.index;
-      s.quota[u.index] = u.value;
-      s.balance[h.index] = h.value - u.value;
-      s.balance[u.index] = 0;
+      s.quota[u.index] = -u.value;
     });
+    balance.add(h.index, u.value);
+    balance.add(u.index, -u.value);
   }
+  balance.store();
   int32_t count = 0;
   for (int h = 0; h < d.ranks; ++h) {
+    auto quota = team.board(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : 0; }, s.foreign);
     for (;;) {
-      const Largest to = team.largest(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : 0; });
+      const Largest to = quota.largest();
       if (to.value <= 0) break;
-      MoveHottest(team, d, h, to.index, to.value, count++, s,
-                  [&](int32_t rows) { s.quota[to.index] = to.value - rows; });
+      quota.add(to.index, -MoveHottest(team, epn, h, to.index, to.value, count++, s));
     }
   }
   return count;
 }
 
-// totals [E] and their sums by home, home_rows [R] -> at_home and moves.
+// totals [E] and their sums by home, home_rows [R] -> at_home, balance and moves.
 template <class Team>
 MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const int32_t* totals,
                                   const int32_t* home_rows, PlannerState s) {
   StartAtHome(team, d, totals, home_rows, s);
   if (d.home) return {0, false};
-  const int32_t lean = LeanMoves(team, d, s);
-  const int32_t too_full = team.sum(d.ranks, [&](int r) { return s.foreign[r] > d.epn() ? 1 : 0; });
-  if (too_full == 0) return {lean, false};
+  const PlannerResult lean = LeanMoves(team, d, s);
+  if (!lean.cascade) return lean;
   team.sync();
   StartAtHome(team, d, totals, home_rows, s);
   return {CascadeMoves(team, d, s), true};

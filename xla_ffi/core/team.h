@@ -1,7 +1,8 @@
 // The threads that run an algorithm of this folder together: one on the host, one warp or one block on a device.
 //
-// The planner is written once against this concept: rank(), size(), sync(), single(f), sum(n, f), largest(n, f), and
-// scan(n, f, sink). Nothing in xla_ffi/core includes XLA or CUDA headers.
+// The planner is written once against this concept: rank(), size(), sync(), single(f), sum(n, f), largest(n, f),
+// scan(n, f, sink), and board(n, f, array): few numbers whose largest and smallest are asked for again and again, which
+// a device keeps in registers. Nothing in xla_ffi/core includes XLA or CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,32 @@ namespace moonep {
 struct Largest {
   int32_t value;
   int32_t index;
+};
+
+class SerialBoard {
+ public:
+  MOONEP_HD SerialBoard(int n, int32_t* values) : n_(n), values_(values) {}
+
+  // Ties go to the lowest index.
+  MOONEP_HD Largest largest() const { return Best(1); }
+  MOONEP_HD Largest smallest() const {
+    const Largest best = Best(-1);
+    return {-best.value, best.index};
+  }
+  MOONEP_HD void add(int index, int32_t delta) { values_[index] += delta; }
+  MOONEP_HD void store() const {}
+
+ private:
+  MOONEP_HD Largest Best(int32_t sign) const {
+    Largest best{sign * values_[0], 0};
+    for (int i = 1; i < n_; ++i) {
+      if (sign * values_[i] > best.value) best = {sign * values_[i], i};
+    }
+    return best;
+  }
+
+  int n_;
+  int32_t* values_;
 };
 
 struct SerialTeam {
@@ -46,6 +73,13 @@ struct SerialTeam {
       if (v > best.value) best = {v, i};
     }
     return best;
+  }
+
+  // value(i), i in [0, n), to change and to compare; store() writes them to `array`, which is the board's until then.
+  template <class F>
+  MOONEP_HD SerialBoard board(int n, F value, int32_t* array) const {
+    for (int i = 0; i < n; ++i) array[i] = value(i);
+    return SerialBoard(n, array);
   }
 
   // Calls sink(i, value(0) + ... + value(i - 1)) for i in [0, n); returns the sum of all.

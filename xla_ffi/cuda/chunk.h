@@ -42,6 +42,7 @@ struct ControlBlockGpu {
   struct alignas(128) PartState {
     uint32_t epoch;   // of the call being executed, or of the last one
     uint32_t tag;     // hash of its kind, site and ticket
+    uint32_t site;    // hash of its kind and site: the same whatever the plan
     uint32_t live;    // 0: the call failed; its kernels touch no peer and poison its outputs
     uint32_t busy;    // a call is between its first and its last kernel
     uint32_t blocks;  // blocks of the running kernel that are done
@@ -50,16 +51,27 @@ struct ControlBlockGpu {
   } part[kParts];
   uint64_t limit_ns;
   uint64_t first_limit_ns;
-  uint32_t seen[1024];  // tags of sites that were called before: their limit is the short one
+  uint32_t seen[1024];  // hashes of sites that were called before: their limit is the short one
 };
 
-// The planner works on tiles of a rank's ids: whole tokens, a block's worth of ids, a multiple of 8 ids.
-constexpr int kTileIds = 2048;
-MOONEP_HD constexpr int64_t PlanTile(const DomainShape& d) {
-  return static_cast<int64_t>(kTileIds / d.topk / 8 * 8) * d.topk;
+// The planner works on tiles of a rank's ids: whole tokens, a block's worth of ids, a multiple of 8 ids. Large tiles
+// are for so many ids that small ones would not all be on the device at once: a block's fixed work counts then.
+constexpr int kSmallTile = 2048;
+constexpr int kLargeTile = 4096;
+constexpr int kBlocksAtOnce = 256;
+MOONEP_HD constexpr int64_t PlanTile(const DomainShape& d, int64_t tokens) {
+  const bool many = tokens * d.topk * d.ranks > int64_t{kBlocksAtOnce} * kSmallTile;
+  return static_cast<int64_t>((many ? kLargeTile : kSmallTile) / d.topk / 8 * 8) * d.topk;
 }
 MOONEP_HD constexpr int64_t PlanTiles(const DomainShape& d, int64_t tokens) {
-  return (tokens * d.topk + PlanTile(d) - 1) / PlanTile(d);
+  const int64_t tile = PlanTile(d, tokens);
+  return (tokens * d.topk + tile - 1) / tile;
+}
+
+// Of any call: one of fewer tokens may have smaller, and so more, tiles.
+MOONEP_HD constexpr int64_t MostTiles(const DomainShape& d) {
+  const int64_t least = static_cast<int64_t>(kSmallTile / d.topk / 8 * 8) * d.topk;
+  return (static_cast<int64_t>(d.tokens) * d.topk + least - 1) / least;
 }
 
 struct ChunkLayoutGpu {
@@ -82,7 +94,7 @@ struct ChunkLayoutGpu {
     const int64_t rows = d.recv_rows(d.tokens);
     l.row_stride = AlignUp(d.row_bytes, 128);
     l.ids_stride = AlignUp(assignments, 8);
-    l.tiles_stride = PlanTiles(d, d.tokens) * d.experts;
+    l.tiles_stride = MostTiles(d) * d.experts;
     int64_t at = static_cast<int64_t>(sizeof(ControlBlockGpu));
     auto part = [&at](int64_t bytes) {
       at = AlignUp(at, 4096);

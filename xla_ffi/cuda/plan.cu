@@ -23,26 +23,31 @@ __device__ inline int32_t Peer(const RankViewGpu& v, int32_t turn) {
   return r < v.shape.ranks ? r : r - v.shape.ranks;
 }
 
+// Whether a peer has raised an error; with all other loads of the kernel's start on their way. Called by a whole block.
+__device__ inline bool AnyError(const RankViewGpu& v) {
+  const int r = static_cast<int>(threadIdx.x);
+  return __syncthreads_or(r < v.shape.ranks && LoadRelaxedSys(&v.own().error[r].value) != 0) != 0;
+}
+
 // Pushes a tile's ids and how many of them name each expert; adds those to the rank's counts. histogram: [E] shared.
 __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t tile, int32_t* histogram) {
   const int experts = v.shape.experts;
   const int64_t first = tile * a.tile;
   const int count = static_cast<int>(min(a.tile, a.tokens * v.shape.topk - first));
-  const int i = static_cast<int>(threadIdx.x) * kRounds;
-  uint16_t packed[kRounds];  // under way while the rest is looked at
-#pragma unroll
-  for (int j = 0; j < kRounds; ++j) {
-    const int32_t id = i + j < count ? a.ids[first + i + j] : -1;
-    packed[j] = id >= 0 && id < experts ? static_cast<uint16_t>(id) : kUnrouted;
-  }
-  // The block that ends the push looks again, after all others.
-  const bool may_push = FailedRank(v) < 0 && State(v).busy == 0;
-  const uint32_t parity = (State(v).epoch + 1) & 1;  // the call is opened once all of its tiles are out
+  const Opening from{State(v).epoch, State(v).busy, 0};
+  const uint32_t parity = (from.epoch + 1) & 1;  // the call is opened once all of its tiles are out
   for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) histogram[e] = 0;
-  __syncthreads();
-  if (!may_push) return;
-  if (i < count) {
-    // Four ids are one 8-byte store to each rank. The buffer holds whole stores, so the last one may be padded.
+  // The block that ends the push looks again, after all others.
+  if (AnyError(v) || from.busy != 0) return;
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) * kIdsOfThread; i < count; i += kThreads * kIdsOfThread) {
+    uint16_t packed[kIdsOfThread];
+#pragma unroll
+    for (int j = 0; j < kIdsOfThread; ++j) {
+      const int32_t id = i + j < count ? a.ids[first + i + j] : -1;
+      packed[j] = id >= 0 && id < experts ? static_cast<uint16_t>(id) : kUnrouted;
+    }
+    // One 8-byte store to each rank. The buffer holds whole stores, so the last one may be padded.
     const uint2 store{static_cast<uint32_t>(packed[1]) << 16 | packed[0],
                       static_cast<uint32_t>(packed[3]) << 16 | packed[2]};
 #pragma unroll 1
@@ -50,7 +55,7 @@ __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t
       *reinterpret_cast<uint2*>(v.ids(Peer(v, p), parity, v.rank) + first + i) = store;
     }
 #pragma unroll
-    for (int j = 0; j < kRounds; ++j) {
+    for (int j = 0; j < kIdsOfThread; ++j) {
       if (packed[j] != kUnrouted) atomicAdd(&histogram[packed[j]], 1);
     }
   }
@@ -64,19 +69,27 @@ __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t
       v.tile_counts(Peer(v, p), parity, v.rank)[tile * experts + e] = static_cast<uint16_t>(here);
     }
   }
+  __syncthreads();  // the next tile clears the histogram
 }
 
 // After all tiles: opens the call, pushes the counts and publishes. One block.
-__device__ inline void EndPush(const RankViewGpu& v, const PlanArgs& a, const CallId& id) {
-  ControlBlockGpu::PartState& part = State(v);
-  const bool live = OpenCall(v, Part::kIds, id, FailedRank(v));
+__device__ inline CallState EndPush(const RankViewGpu& v, const PlanArgs& a, const CallId& id) {
+  const Opening from = ReadOpening(v, Part::kIds, id);
+  const int32_t failed = AnyError(v) ? FailedRank(v) : -1;
+  const CallState call = DecideCall(v, id, failed, from);
+#pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < v.shape.experts; e += kThreads) {
     const int32_t count = __ldcg(&a.scratch.counts[e]);  // other blocks added to it in the L2 cache
     a.scratch.counts[e] = 0;
-    for (int p = 0; live && p < v.shape.ranks; ++p) v.counts(Peer(v, p), part.epoch & 1, v.rank)[e] = count;
+#pragma unroll 1
+    for (int p = 0; call.live != 0 && p < v.shape.ranks; ++p) {
+      v.counts(Peer(v, p), call.epoch & 1, v.rank)[e] = count;
+    }
   }
+  RecordCall(v, Part::kIds, call);
   __syncthreads();  // the releases cover the counts that other threads stored
-  if (live) PublishArrived(v, Part::kIds, part);
+  if (call.live != 0) PublishArrived(v, Part::kIds, call);
+  return call;
 }
 
 // What later kernels write here and there: nothing is moved, and no row holds a token.
@@ -113,7 +126,7 @@ __global__ void __launch_bounds__(kThreads)
   MakeTables(v, a, shared);
 }
 
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 3)
     PlanPlace(const __grid_constant__ RankViewGpu v, const __grid_constant__ PlanArgs a) {
   extern __shared__ int32_t shared[];
   StreamTurn();
@@ -132,8 +145,8 @@ __global__ void __launch_bounds__(kThreads)
   Blank(v, a);
   cluster.sync();
   if (block == 0) {
-    EndPush(v, a, id);
-    WaitArrived(v, Part::kIds);
+    const CallState call = EndPush(v, a, id);
+    if (!WaitArrived(v, Part::kIds, call) && threadIdx.x == 0) State(v).live = 0;
   }
   cluster.sync();
   MakeTables(v, a, shared);
@@ -150,7 +163,7 @@ size_t PushShared(const DomainShape& d) { return static_cast<size_t>(d.experts) 
 bool PlanIsSmall(const DomainShape& d, int64_t tokens) { return PlanTiles(d, tokens) * d.ranks <= 2 * kClusterBlocks; }
 
 cudaError_t LaunchPlanWhole(const RankViewGpu& v, const PlanArgs& a, const CallId& id, cudaStream_t stream) {
-  const size_t shared = std::max(TablesShared(v.shape), PlaceShared(v.shape));
+  const size_t shared = std::max(TablesShared(v.shape), PlaceShared(v.shape, a.tile));
   return LaunchKernel(PlanWhole, {kClusterBlocks, kThreads, shared, kClusterBlocks}, stream, v, a, id);
 }
 
@@ -166,7 +179,7 @@ cudaError_t LaunchPlanTables(const RankViewGpu& v, const PlanArgs& a, cudaStream
 
 cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(a.tiles), static_cast<unsigned>(v.shape.ranks));
-  return LaunchKernel(PlanPlace, {grid, kThreads, PlaceShared(v.shape)}, stream, v, a);
+  return LaunchKernel(PlanPlace, {grid, kThreads, PlaceShared(v.shape, a.tile)}, stream, v, a);
 }
 
 }  // namespace moonep

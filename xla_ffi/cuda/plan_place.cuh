@@ -5,8 +5,9 @@
 
 namespace moonep::plan {
 
-inline size_t PlaceShared(const DomainShape& d) {
-  return (kTileIds + static_cast<size_t>(d.experts) * 2) * 4 + static_cast<size_t>(d.experts) * kWarps * 6;
+inline size_t PlaceShared(const DomainShape& d, int64_t tile) {
+  return (static_cast<size_t>(AlignUp(tile, kIdsOfThread)) + static_cast<size_t>(d.experts) * 2) * 4 +
+         static_cast<size_t>(d.experts) * kWarps * 6;
 }
 
 // The place of each id of a tile, in order. Of the own source all destinations are kept; of every source, the rows that
@@ -25,9 +26,9 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
     }
     return;
   }
-  int32_t* my_row = shared;             // [tile] row on this rank, or -1
-  int32_t* before = my_row + kTileIds;  // [E] rows of the source before this tile; -1: none of its rows matter here
-  int32_t* run = before + d.experts;    // [E] RunOf
+  int32_t* my_row = shared;           // [tile] row on this rank, or -1
+  int32_t* before = my_row + a.tile;  // [E] rows of the source before this tile; -1: none of its rows matter here
+  int32_t* run = before + d.experts;  // [E] RunOf
   // [warps, E] lanes of the warp that hold the expert now; and its rows among the warp's ids so far. (A match
   // instruction would do the first without memory, and takes thirty times as long.)
   uint32_t* lanes = reinterpret_cast<uint32_t*>(run + d.experts);
@@ -38,12 +39,12 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
   const uint16_t* ids = v.ids(v.rank, part.epoch & 1, source) + first;
 
   __syncthreads();  // the tile before may still use the shared memory
-  const int mine = static_cast<int>(threadIdx.x) * kRounds;
-  if (mine < count) {
-    const uint2 packed = *reinterpret_cast<const uint2*>(ids + mine);
-    int4 unpacked{static_cast<int32_t>(packed.x & 0xffff), static_cast<int32_t>(packed.x >> 16),
-                  static_cast<int32_t>(packed.y & 0xffff), static_cast<int32_t>(packed.y >> 16)};
-    *reinterpret_cast<int4*>(my_row + mine) = unpacked;  // ids at first
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x) * kIdsOfThread; i < count; i += kThreads * kIdsOfThread) {
+    const uint2 packed = *reinterpret_cast<const uint2*>(ids + i);
+    const int4 unpacked{static_cast<int32_t>(packed.x & 0xffff), static_cast<int32_t>(packed.x >> 16),
+                        static_cast<int32_t>(packed.y & 0xffff), static_cast<int32_t>(packed.y >> 16)};
+    *reinterpret_cast<int4*>(my_row + i) = unpacked;  // ids at first
   }
   for (int i = static_cast<int>(threadIdx.x); i < kWarps * d.experts * 3 / 2; i += kThreads) lanes[i] = 0;  // and seen
   for (int e = static_cast<int>(threadIdx.x); e < d.experts; e += kThreads) {
@@ -57,13 +58,14 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
   __syncthreads();
 
   // Warps own consecutive ids, so that ranks among equal ids follow id order. First every warp counts, then it places.
-  const int end = min((warp + 1) * 32 * kRounds, count);
+  const int of_warp = static_cast<int>((a.tile + kThreads - 1) / kThreads) * 32;
+  const int end = min((warp + 1) * of_warp, count);
   uint32_t* holders = lanes + warp * d.experts;
   uint16_t* so_far = seen + warp * d.experts;
 #pragma unroll 1
   for (int pass = 0; pass < 2; ++pass) {
 #pragma unroll 1
-    for (int base = warp * 32 * kRounds; base < end; base += 32) {
+    for (int base = warp * of_warp; base < end; base += 32) {
       const int i = base + lane;
       const int32_t id = i < end ? my_row[i] : kUnrouted;
       const bool routed = id != kUnrouted && before[id] >= 0;
@@ -93,14 +95,17 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
     __syncthreads();
     if (pass == 1) break;
     for (int e = static_cast<int>(threadIdx.x); e < d.experts; e += kThreads) {
-      uint16_t here[kWarps];
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) here[w] = seen[w * d.experts + e];
       uint16_t sum = 0;
+#pragma unroll 1
+      for (int w = 0; w < kWarps; w += kBatch) {
+        uint16_t here[kBatch];
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        seen[w * d.experts + e] = sum;
-        sum = static_cast<uint16_t>(sum + here[w]);
+        for (int i = 0; i < kBatch; ++i) here[i] = seen[(w + i) * d.experts + e];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          seen[(w + i) * d.experts + e] = sum;
+          sum = static_cast<uint16_t>(sum + here[i]);
+        }
       }
     }
     __syncthreads();

@@ -39,7 +39,7 @@ __device__ inline void Decide(const RankViewGpu& v, const PlanArgs& a, int32_t* 
     totals[e] = total;
   }
   __syncthreads();
-  const WarpTeam<false> warp;
+  const WarpTeam<Narrow, 1> warp;
   const int epn = d.epn();
   const int first = static_cast<int>(threadIdx.x) / 32;
   for (int r = first; r < d.ranks; r += kWarps) {
@@ -49,8 +49,10 @@ __device__ inline void Decide(const RankViewGpu& v, const PlanArgs& a, int32_t* 
   __syncthreads();
   if (threadIdx.x < 32) {
     const int32_t total = warp.sum(d.ranks, [&](int r) { return home_rows[r]; });
-    const PlannerResult result = total < 1 << 22 ? PlanMoves(warp, d, totals, home_rows, s)
-                                                 : PlanMoves(WarpTeam<true>{}, d, totals, home_rows, s);
+    const auto moves_by = [&](const auto& team) { return PlanMoves(team, d, totals, home_rows, s); };
+    const PlannerResult result = total >= 1 << 22 ? moves_by(WarpTeam<Wide, kMaxRanks / 32>{})
+                                 : d.ranks > 32   ? moves_by(WarpTeam<Narrow, kMaxRanks / 32>{})
+                                                  : moves_by(WarpTeam<Narrow, 1>{});
     if (threadIdx.x == 0) moves = result.moves;
     for (int r = warp.rank(); r < d.ranks; r += 32) a.plan.rank_rows[r] = RankRows(d, s, total, r);
   }

@@ -68,12 +68,13 @@ __device__ inline void AdoptError(const RankViewGpu& v, int32_t peer) {
 struct CallState {
   uint32_t epoch;
   uint32_t tag;
+  uint32_t site;
   uint32_t live;
   int32_t kind;
   int32_t ticket;
 };
 __device__ inline CallState StateOf(const ControlBlockGpu::PartState& part) {
-  return {part.epoch, part.tag, part.live, part.kind, part.ticket};
+  return {part.epoch, part.tag, part.site, part.live, part.kind, part.ticket};
 }
 
 // Turns of a poll that acquire, each at the price of the L1 cache, so that a word which is about to come needs no
@@ -114,7 +115,7 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
           atomicExch(&failed, r);
           break;
         }
-        const bool first = own.seen[call.tag % 1024] != call.tag;
+        const bool first = own.seen[call.site % 1024] != call.site;
         if (WallClockNs() - start > (first ? own.first_limit_ns : own.limit_ns)) {
           atomicOr(reinterpret_cast<unsigned long long*>(&missing[r / 64]), 1ull << (r % 64));
           break;
@@ -133,10 +134,10 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
                      call.ticket,
                      v.rank,
                      {missing[0], missing[1]},
-                     own.limit_ns});
+                     own.seen[call.site % 1024] != call.site ? own.first_limit_ns : own.limit_ns});
     }
   }
-  if (r == 0 && complete && check_tag) own.seen[call.tag % 1024] = call.tag;
+  if (r == 0 && complete && check_tag) own.seen[call.site % 1024] = call.site;
   return complete;
 }
 
@@ -170,6 +171,7 @@ __device__ inline CallState DecideCall(const RankViewGpu& v, const CallId& id, i
   CallState call;
   call.epoch = from.epoch + 1;
   call.tag = MixTag(id.site_hash, from.ticket);
+  call.site = id.site_hash;
   call.kind = id.kind;
   // A plan's ticket is its epoch, without the sign bit: -1 says "poisoned".
   call.ticket = id.ticket != nullptr ? from.ticket : static_cast<int32_t>(call.epoch & 0x7fffffffu);
@@ -190,6 +192,7 @@ __device__ inline void RecordCall(const RankViewGpu& v, Part which, const CallSt
   ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
   part.epoch = call.epoch;
   part.tag = call.tag;
+  part.site = call.site;
   part.live = call.live;
   part.busy = 1;
   part.kind = call.kind;

@@ -42,8 +42,75 @@ class LaneTeam {
   }
 };
 
-// A whole warp. Wide is for values whose size reaches 2^22.
-template <bool Wide>
+// How a warp compares numbers that have an index: as one number, the lower index as the larger part. Good for indices
+// below 512 and numbers of less than 2^22 in size.
+struct Narrow {
+  static constexpr int kBits = 9;
+  static constexpr int32_t kLast = (1 << kBits) - 1;
+
+  int32_t best = INT32_MIN;
+  __device__ void Offer(int32_t value, int32_t index) { best = max(best, value * (1 << kBits) + (kLast - index)); }
+  __device__ Largest Of() const {
+    const int32_t top = __reduce_max_sync(kAllLanes, best);
+    return {top >> kBits, kLast - (top & kLast)};
+  }
+};
+// The same for any. A lane's offers come in ascending order of their indices.
+struct Wide {
+  Largest best{INT32_MIN, INT32_MAX};
+  __device__ void Offer(int32_t value, int32_t index) {
+    if (value > best.value) best = {value, index};
+  }
+  __device__ Largest Of() const {
+    const int32_t top = __reduce_max_sync(kAllLanes, best.value);
+    return {top, __reduce_min_sync(kAllLanes, best.value == top ? best.index : INT32_MAX)};
+  }
+};
+
+template <class Contest, int kPerLane>
+class LaneBoard {
+ public:
+  template <class F>
+  __device__ LaneBoard(int n, F value, int32_t* array) : n_(n), array_(array) {
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) value_[j] = Index(j) < n ? value(Index(j)) : 0;
+  }
+  __device__ Largest largest() const { return Best<1>(); }
+  __device__ Largest smallest() const {
+    const Largest best = Best<-1>();
+    return {-best.value, best.index};
+  }
+  __device__ void add(int index, int32_t delta) {
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) value_[j] += Index(j) == index ? delta : 0;
+  }
+  __device__ void store() const {
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      if (Index(j) < n_) array_[Index(j)] = value_[j];
+    }
+    __syncwarp();
+  }
+
+ private:
+  __device__ int Index(int j) const { return static_cast<int>(threadIdx.x) % 32 + 32 * j; }
+  template <int kSign>
+  __device__ Largest Best() const {
+    Contest contest;
+#pragma unroll
+    for (int j = 0; j < kPerLane; ++j) {
+      if (Index(j) < n_) contest.Offer(kSign * value_[j], Index(j));
+    }
+    return contest.Of();
+  }
+
+  int n_;
+  int32_t* array_;
+  int32_t value_[kPerLane];
+};
+
+// A whole warp; boards of up to 32 * kPerLane numbers.
+template <class Contest, int kPerLane>
 class WarpTeam : public LaneTeam<32, 4> {
  public:
   template <class F>
@@ -60,29 +127,22 @@ class WarpTeam : public LaneTeam<32, 4> {
     return __reduce_add_sync(kAllLanes, part);
   }
 
-  // n <= 512 unless Wide. A value and its index are compared as one number, the lower index as the larger one.
   template <class F>
   __device__ Largest largest(int n, F value) const {
-    constexpr int kBits = 9;
-    constexpr int32_t kLast = (1 << kBits) - 1;
-    Largest best{INT32_MIN, INT32_MAX};
+    Contest contest;
 #pragma unroll 1
     for (int base = rank(); base < n; base += 32 * kBatch) {
-      int32_t here[kBatch];
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
-        const int i = base + 32 * b;
-        here[b] = INT32_MIN;
-        if (i < n) here[b] = Wide ? value(i) : value(i) * (1 << kBits) + (kLast - i);
-      }
-#pragma unroll
-      for (int b = 0; b < kBatch; ++b) {
-        if (here[b] > best.value) best = {here[b], base + 32 * b};
+        if (base + 32 * b < n) contest.Offer(value(base + 32 * b), base + 32 * b);
       }
     }
-    const int32_t top = __reduce_max_sync(kAllLanes, best.value);
-    if constexpr (Wide) return {top, __reduce_min_sync(kAllLanes, best.value == top ? best.index : INT32_MAX)};
-    return {top >> kBits, kLast - (top & kLast)};
+    return contest.Of();
+  }
+
+  template <class F>
+  __device__ LaneBoard<Contest, kPerLane> board(int n, F value, int32_t* array) const {
+    return LaneBoard<Contest, kPerLane>(n, value, array);
   }
 
  private:
