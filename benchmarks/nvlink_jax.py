@@ -163,7 +163,7 @@ def error(got: jax.Array, want: jax.Array) -> jax.Array:
 class Case:
     """One size: data, and every layer's programs."""
 
-    def __init__(self, mesh: jax.sharding.Mesh, ep: moonep.Domain, shape: Shape) -> None:
+    def __init__(self, mesh: jax.sharding.Mesh, ep: moonep.Domain, shape: Shape, leave_out: list[str]) -> None:
         self._mesh, self._shape = mesh, shape
         rng = np.random.default_rng(0)
         tokens = shape.R * shape.s
@@ -180,7 +180,7 @@ class Case:
         }
         self.programs: dict[str, dict[str, Any]] = {}
         self.failed: dict[str, str] = {}
-        for name, layer in layers.items():
+        for name, layer in ((n, f) for n, f in layers.items() if n not in leave_out):
             try:
                 self.programs[name] = self._compile(layer)
             except Exception as e:  # a peer that this JAX cannot compile is a result, too
@@ -231,7 +231,8 @@ def main() -> None:
     """Runs all routings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file for all figures, written after every routing")
-    parser.add_argument("--routings", default="uniform,lognormal_8,one_home")
+    parser.add_argument("--routings", default="uniform,lognormal_2,lognormal_8,lognormal_24,one_home")
+    parser.add_argument("--leave-out", default="", help="peers not to measure, by name, with commas")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=4096, help="per rank")
     parser.add_argument("--hidden", type=int, default=7168)
@@ -247,7 +248,7 @@ def main() -> None:
     print("| routing | layer | forward ms | with gradients ms | ours is faster by | dropped | error y | dx | dw |")
     print("|" + "---|" * 9, flush=True)
     with moonep.setup(mesh, "ep", config) as ep:
-        case = Case(mesh, ep, shape)
+        case = Case(mesh, ep, shape, o.leave_out.split(","))
         result["failed"] = case.failed
         rows = result["rows"] = []
         for routing_name in o.routings.split(","):
