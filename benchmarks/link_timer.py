@@ -24,6 +24,7 @@ import numpy as np
 
 BOTH = (0, 1)
 PHASES = (0, 1, 2, 3)  # begin, send, wait, local
+WHOLE = 4  # all of them in one launch
 WARM = 2  # runs of each variant that do not count
 _FLUSH_BYTES = 1 << 30
 
@@ -50,7 +51,7 @@ class Variant:
 
 
 class Clock:
-    """Two streams on two devices, and their events."""
+    """Two streams on two devices that reach each other's memory, and their events. One per process."""
 
     def __init__(self) -> None:
         from cuda.bindings import runtime
@@ -60,7 +61,9 @@ class Clock:
         self._events: list[list[Any]] = []
         self._flush: list[gpu_kit.Buffer] = []
         for device in BOTH:
-            self._flush.append(gpu_kit.Buffer((_FLUSH_BYTES,), np.uint8, device=device))  # its device is current now
+            self.on(device)
+            gpu_kit.ok(runtime.cudaDeviceEnablePeerAccess(1 - device, 0))
+            self._flush.append(gpu_kit.Buffer((_FLUSH_BYTES,), np.uint8))
             self.streams.append(gpu_kit.ok(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
             self._events.append([gpu_kit.ok(runtime.cudaEventCreate()) for _ in range(3)])  # ready, start, end
 
@@ -117,25 +120,46 @@ class Clock:
 
 
 class Pair:
-    """Two ranks with buffers. `hands` are the same ranks with other options, all on the same chunks."""
+    """Two ranks with buffers. `hands` are the ranks with different options, all on the same chunks: what calls leave
+    behind is there.
+    """
 
     def __init__(self, clock: Clock, hands: Sequence[Hand], **shape: Any) -> None:
-        self.clock = clock
-        self.group = gpu_kit.Group(2, devices=BOTH, **shape)
-        self.hands = {h: self.group.make_ranks(link_blocks=h.sms, bulk=h.bulk) for h in hands}
-        self._made: list[gpu_kit.Buffer] = []
+        from moonep_jax import _ffi_cuda
 
-    def new(self, shape: tuple[int, ...], dtype: Any) -> list[gpu_kit.Buffer]:
-        """A buffer per rank, full of small numbers."""
-        buffers = [gpu_kit.Buffer(shape, dtype, fill=0x3C, device=r) for r in BOTH]
-        self._made += buffers
-        return buffers
+        self.clock = clock
+        self.shape = _ffi_cuda.DomainShape(ranks=2, **shape)
+        self._made: list[gpu_kit.Buffer] = []
+        chunks = self.new((self.shape.chunk_bytes()["total"],), np.uint8, fill=0)
+        clock.sync()
+        self.hands = {
+            h: [
+                _ffi_cuda.LoopbackRank(
+                    shape=self.shape,
+                    rank=r,
+                    chunks=[c.pointer for c in chunks],
+                    timeout_s=5.0,
+                    device=r,
+                    link_blocks=h.sms,
+                    bulk=h.bulk,
+                )
+                for r in BOTH
+            ]
+            for h in hands
+        }
+
+    def new(self, shape: tuple[int, ...], dtype: Any, fill: int = 0x3C) -> list[gpu_kit.Buffer]:
+        """A buffer per rank; full of small numbers, unless told otherwise."""
+        return [self._on(r, lambda: gpu_kit.Buffer(shape, dtype, fill=fill)) for r in BOTH]
 
     def put(self, arrays: Sequence[np.ndarray]) -> list[gpu_kit.Buffer]:
         """Copies of an array per rank."""
-        buffers = [gpu_kit.Buffer.of(a, device=r) for r, a in enumerate(arrays)]
-        self._made += buffers
-        return buffers
+        return [self._on(r, lambda: gpu_kit.Buffer.of(arrays[r])) for r in BOTH]
+
+    def _on(self, rank: int, make: Callable[[], gpu_kit.Buffer]) -> gpu_kit.Buffer:
+        self.clock.on(rank)
+        self._made.append(make())
+        return self._made[-1]
 
     def check(self) -> None:
         """Waits, and raises what a rank reports."""
@@ -148,7 +172,6 @@ class Pair:
         """Frees all."""
         self.clock.sync()
         self.hands.clear()
-        self.group.close()
         for buffer in self._made:
             buffer.free()
 
@@ -159,9 +182,10 @@ class Call:
     def __init__(self, pair: Pair, kind: str, args: list[list[gpu_kit.Buffer]], rets: list[list[gpu_kit.Buffer]]):
         self._pair, self._kind = pair, gpu_kit.KINDS[kind]
         self._raw = [([b.raw for b in a], [b.raw for b in o]) for a, o in zip(args, rets, strict=True)]
-        for rank, raw in zip(pair.group.ranks, self._raw, strict=True):
-            if wrong := rank.check(self._kind, *raw):
-                raise ValueError(wrong)
+        for ranks in pair.hands.values():
+            for rank, raw in zip(ranks, self._raw, strict=True):
+                if wrong := rank.check(self._kind, *raw):
+                    raise ValueError(wrong)
 
     def launch(self, hand: Hand, phases: Sequence[int] = PHASES, who: Sequence[int] = BOTH) -> None:
         """Enqueues phases on ranks, phase by phase: what a kernel waits for is never behind it."""

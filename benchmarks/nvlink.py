@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.link_timer import BOTH, PHASES, Call, Clock, Graphs, Hand, Pair, Variant  # isort: skip (sets paths)
+from benchmarks.link_timer import BOTH, PHASES, WHOLE, Call, Clock, Graphs, Hand, Pair, Variant  # isort: skip (sets paths)
 
 import gpu_kit
 import ml_dtypes
@@ -65,7 +65,7 @@ class Moe(Pair):
     def __init__(self, clock: Clock, hands: Sequence[Hand], s: int, h: int, topk: int, experts: int, padding: int):
         super().__init__(clock, hands, experts=experts, topk=topk, tokens=s, padding=padding, hidden=h,
                          row_bytes=2 * h)  # fmt: skip
-        n = self.n = self.group.shape.recv_rows(s)
+        n = self.n = self.shape.recv_rows(s)
         dims = [(s, topk)] * 2 + [(n,)] * 3 + [(experts,)] * 2 + [(2, experts // 2), (2,), (2,), (1,)]
         arrays = [self.new(d, np.int32) for d in dims]
         self.plans = [[a[r] for a in arrays] for r in BOTH]
@@ -143,7 +143,7 @@ def bench_decode(clock: Clock, sms: int, runs: int, keep: Keep) -> None:
             calls = [moe.calls[op] for op in name.split("+")]
             graphs[f"{name}, in phases"] = Graphs(moe, hand, [(c, PHASES) for c in calls], repeats)
             if any(c.one_launch(hand) for c in calls):
-                shortest = [(c, (gpu_kit.WHOLE,) if c.one_launch(hand) else PHASES) for c in calls]
+                shortest = [(c, (WHOLE,) if c.one_launch(hand) else PHASES) for c in calls]
                 graphs[f"{name}, one launch"] = Graphs(moe, hand, shortest, repeats)
         times = clock.measure({name: g.variant() for name, g in graphs.items()}, runs, flushes=1)
         for name, us in times.items():
