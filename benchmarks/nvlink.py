@@ -30,6 +30,7 @@ from benchmarks.loopback import PREFETCH
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Ceilings measured on a pair of H200s, GB/s: copy engine one way, SMs both ways at once, SMs within a device.
 ONE_WAY, BOTH_WAYS, LOCAL = 394.0, 351.0, 3740.0
+OUTWARD = ("dispatch", "combine_grad")  # rows from their tokens' ranks to the experts'; the others bring sums home
 Keep = Callable[[dict[str, Any]], None]
 
 
@@ -101,7 +102,7 @@ def bench_rows(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
         cross = [int((to[r] == 1 - r).any(axis=1).sum()) for r in BOTH]  # rows from rank r to the other
         returned = [cross[r] + int((to[r] == r).any(axis=1).sum()) for r in BOTH]
         for op in ("dispatch", "combine", "dispatch_grad", "combine_grad"):
-            out = op in ("dispatch", "combine_grad")
+            out = op in OUTWARD
             wire = max(cross) * 2 * h
             local = max((primaries[r] + moe.n if out else returned[r] + s) for r in BOTH) * 2 * h
             model = wire / BOTH_WAYS / 1e3 + local / LOCAL / 1e3
@@ -111,10 +112,11 @@ def bench_rows(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
                     clock.copy(moe.hidden[1 - r], moe.x[r], wire, r)
 
             call = moe.calls[op]
-            variants = {f"send {hand}": call.send(hand) for hand in hands}
-            variants |= {f"whole {hand}": call.whole(hand) for hand in hands}
+            tried = [hand for hand in hands if out or hand.bulk]  # sums are stores in any case
+            variants = {f"send {hand}": call.send(hand) for hand in tried}
+            variants |= {f"whole {hand}": call.whole(hand) for hand in tried}
             us = {k: statistics.median(v) for k, v in clock.measure(variants | {"copy": Variant(copy)}, runs).items()}
-            for hand in hands:
+            for hand in tried:
                 send, whole = us[f"send {hand}"], us[f"whole {hand}"]
                 keep({"op": op, "S": s, **hand._asdict(), "wire_MB": wire / 1e6, "local_MB": local / 1e6,
                       "send_us": send, "whole_us": whole, "copy_us": us["copy"], "model_us": model,
@@ -179,7 +181,8 @@ def table(result: dict[str, Any]) -> str:
         head(["op", "S", "SMs", "copies", "wire MB", "send us", "GB/s", "of 394", "of 351", "both copy engines us",
               "whole us", "of the model"])  # fmt: skip
         for r in rows:
-            cells = [r["op"], str(r["S"]), str(r["sms"]), "bulk" if r["bulk"] else "stores", f"{r['wire_MB']:.1f}",
+            copies = "bulk" if r["bulk"] and r["op"] in OUTWARD else "stores"
+            cells = [r["op"], str(r["S"]), str(r["sms"]), copies, f"{r['wire_MB']:.1f}",
                      f"{r['send_us']:.1f}", f"{r['GBps']:.0f}", f"{r['of_one_way']:.2f}", f"{r['of_both_ways']:.2f}",
                      f"{r['copy_us']:.1f}", f"{r['whole_us']:.1f}", f"{r['over_model']:.2f}"]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
