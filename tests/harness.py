@@ -1,4 +1,4 @@
-"""Runs one worker function in N real processes of D CPU devices each, and collects what they recorded.
+"""Runs one worker function in N real processes of D devices each, and collects what they recorded.
 
 A worker is a function of a module in tests/workers, named "module:function"; it gets a `workers.Context`. One launch
 runs many cases, because starting JAX costs more than most cases; a worker records each case on its own, so that one
@@ -24,6 +24,8 @@ import pytest
 
 TESTS = Path(__file__).parent
 _TAIL = 6000  # characters of a failing process's output to show
+# NVLink multicast is the whole host's: a test must not be able to take it.
+_NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 @dataclasses.dataclass
@@ -91,6 +93,7 @@ def launch(
     process_env: Callable[[int], Mapping[str, str]] | None = None,
     recoverable: bool = False,
     files: int | None = None,
+    own_gpus: bool = False,
     timeout_s: float = 240.0,
 ) -> Run:
     """Runs a worker in `processes` processes of `devices` devices each; waits for all, `timeout_s` seconds at most.
@@ -102,6 +105,7 @@ def launch(
       env, process_env: variables for all processes, and for one by its index. MOONEP_POISON=1 unless set here.
       recoverable: sets jax_enable_recoverability, so that a process may leave.
       files: limit of open files (RLIMIT_NOFILE) of each process.
+      own_gpus: process i has GPU i to itself; otherwise all processes share GPU 0.
       timeout_s: what is still running after it is ended, and has returncode None.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -112,6 +116,7 @@ def launch(
         "JAX_PLATFORMS": "cpu",
         "MOONEP_POISON": "1",
         "PYTHONFAULTHANDLER": "1",
+        **_NO_MULTICAST,
         **(env or {}),
     }
     started: list[subprocess.Popen[bytes]] = []
@@ -128,6 +133,7 @@ def launch(
                 "args": dict(args or {}),
                 "recoverable": recoverable,
                 "files": files,
+                "gpu": index if own_gpus else 0,
             }
             with open(out / f"{index}.out", "wb") as stdout, open(out / f"{index}.err", "wb") as stderr:
                 started.append(

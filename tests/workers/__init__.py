@@ -58,8 +58,10 @@ class Context:
         order: tuple[int, ...] | None = None,
         axis_type: AxisType = AxisType.Auto,
     ) -> jax.sharding.Mesh:
-        """A mesh over all devices, in JAX's order or in the order given."""
-        devices = np.array(jax.devices())[list(order) if order else slice(None)].reshape(shape or (self.devices,))
+        """A mesh over all devices of the run (a machine may have more), in JAX's order or in the order given."""
+        devices = np.array(jax.devices())[list(order) if order else slice(self.devices)].reshape(
+            shape or (self.devices,)
+        )
         return jax.sharding.Mesh(devices, names, axis_types=(axis_type,) * len(names))
 
     @staticmethod

@@ -1,0 +1,251 @@
+"""Two ranks of one process with a GPU each, launched by hand and timed: what benchmarks/nvlink.py measures with.
+
+CUDA events around the launches on each rank's stream; the streams start together and the slower rank counts. Uses
+tests/gpu_kit.py; starts nothing when it is imported, but must be imported before CUDA starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Kernels are loaded at once: to load one while another waits for a peer could wait for that one.
+os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+# Multicast is the whole host's; nothing here uses it, and nothing that is loaded beside it shall.
+os.environ.update({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"})
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+import gpu_kit  # (after the path is set; it also sets CUDA_DEVICE_MAX_CONNECTIONS)
+import numpy as np
+
+BOTH = (0, 1)
+PHASES = (0, 1, 2, 3)  # begin, send, wait, local
+WHOLE = 4  # all of them in one launch
+WARM = 2  # runs of each variant that do not count
+_FLUSH_BYTES = 1 << 30
+
+
+class Hand(NamedTuple):
+    """Which options a rank is launched with: SMs of kernels that use the link, and bulk copies or 16-byte stores."""
+
+    sms: int
+    bulk: bool = True
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclasses.dataclass
+class Variant:
+    """One thing to time: launches on the ranks' streams, by the clocks of `ranks`; the rest is outside the clock."""
+
+    timed: Callable[[], None]
+    before: Callable[[], None] = _nothing
+    after: Callable[[], None] = _nothing
+    ranks: tuple[int, ...] = BOTH
+
+
+class Clock:
+    """Two streams on two devices that reach each other's memory, and their events. One per process."""
+
+    def __init__(self) -> None:
+        from cuda.bindings import runtime
+
+        self.runtime = runtime
+        self.streams: list[Any] = []
+        self._events: list[list[Any]] = []
+        self._flush: list[gpu_kit.Buffer] = []
+        for device in BOTH:
+            self.on(device)
+            gpu_kit.ok(runtime.cudaDeviceEnablePeerAccess(1 - device, 0))
+            self._flush.append(gpu_kit.Buffer((_FLUSH_BYTES,), np.uint8))
+            self.streams.append(gpu_kit.ok(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
+            self._events.append([gpu_kit.ok(runtime.cudaEventCreate()) for _ in range(3)])  # ready, start, end
+
+    def on(self, rank: int) -> None:
+        """Makes a rank's device the current one."""
+        gpu_kit.ok(self.runtime.cudaSetDevice(rank))
+
+    def sync(self) -> None:
+        """Waits for both devices."""
+        for rank in BOTH:
+            self.on(rank)
+            gpu_kit.ok(self.runtime.cudaDeviceSynchronize())
+
+    def copy(self, to: gpu_kit.Buffer, source: gpu_kit.Buffer, nbytes: int, rank: int) -> None:
+        """Enqueues a copy from a rank's device to the other one by a copy engine."""
+        self.on(rank)
+        stream = self.streams[rank]
+        gpu_kit.ok(self.runtime.cudaMemcpyPeerAsync(to.pointer, 1 - rank, source.pointer, rank, nbytes, stream))
+
+    def _record(self, which: int, ranks: Sequence[int]) -> None:
+        for rank in ranks:
+            self.on(rank)
+            gpu_kit.ok(self.runtime.cudaEventRecord(self._events[rank][which], self.streams[rank]))
+
+    def _start_together(self, flushes: int) -> None:
+        """Flushes the caches, which keeps the streams busy while the host enqueues what is timed; then both go on."""
+        for rank in BOTH:
+            self.on(rank)
+            buffer, stream = self._flush[rank], self.streams[rank]
+            for turn in range(flushes):
+                gpu_kit.ok(self.runtime.cudaMemsetAsync(buffer.pointer, turn + 1, buffer.nbytes, stream))
+        self._record(0, BOTH)
+        for rank in BOTH:
+            self.on(rank)
+            gpu_kit.ok(self.runtime.cudaStreamWaitEvent(self.streams[rank], self._events[1 - rank][0], 0))
+
+    def measure(self, variants: dict[str, Variant], runs: int, flushes: int = 2) -> dict[str, list[float]]:
+        """Microseconds of each run of each variant, which take turns."""
+        times: dict[str, list[float]] = {name: [] for name in variants}
+        for run in range(WARM + runs):
+            for name, v in variants.items():
+                v.before()
+                self.sync()
+                self._start_together(flushes)
+                self._record(1, v.ranks)
+                v.timed()
+                self._record(2, v.ranks)
+                self.sync()
+                us = [gpu_kit.ok(self.runtime.cudaEventElapsedTime(*self._events[r][1:])) * 1e3 for r in v.ranks]
+                v.after()
+                if run >= WARM:
+                    times[name].append(max(us))
+        return times
+
+
+class Pair:
+    """Two ranks with buffers. `hands` are the ranks with different options, all on the same chunks: what calls leave
+    behind is there.
+    """
+
+    def __init__(self, clock: Clock, hands: Sequence[Hand], **shape: Any) -> None:
+        from moonep_jax import _ffi_cuda
+
+        self.clock = clock
+        self.shape = _ffi_cuda.DomainShape(ranks=2, **shape)
+        self._made: list[gpu_kit.Buffer] = []
+        chunks = self.new((self.shape.chunk_bytes()["total"],), np.uint8, fill=0)
+        clock.sync()
+        self.hands = {
+            h: [
+                _ffi_cuda.LoopbackRank(
+                    shape=self.shape,
+                    rank=r,
+                    chunks=[c.pointer for c in chunks],
+                    timeout_s=5.0,
+                    device=r,
+                    link_blocks=h.sms,
+                    bulk=h.bulk,
+                )
+                for r in BOTH
+            ]
+            for h in hands
+        }
+
+    def new(self, shape: tuple[int, ...], dtype: Any, fill: int = 0x3C) -> list[gpu_kit.Buffer]:
+        """A buffer per rank; full of small numbers, unless told otherwise."""
+        return [self._on(r, lambda: gpu_kit.Buffer(shape, dtype, fill=fill)) for r in BOTH]
+
+    def put(self, arrays: Sequence[np.ndarray]) -> list[gpu_kit.Buffer]:
+        """Copies of an array per rank."""
+        return [self._on(r, lambda: gpu_kit.Buffer.of(arrays[r])) for r in BOTH]
+
+    def _on(self, rank: int, make: Callable[[], gpu_kit.Buffer]) -> gpu_kit.Buffer:
+        self.clock.on(rank)
+        self._made.append(make())
+        return self._made[-1]
+
+    def check(self) -> None:
+        """Waits, and raises what a rank reports."""
+        self.clock.sync()
+        for rank in (rank for ranks in self.hands.values() for rank in ranks):
+            if text := rank.error():
+                raise RuntimeError(text)
+
+    def close(self) -> None:
+        """Frees all."""
+        self.clock.sync()
+        self.hands.clear()
+        for buffer in self._made:
+            buffer.free()
+
+
+class Call:
+    """One call of both ranks; args and rets by rank."""
+
+    def __init__(self, pair: Pair, kind: str, args: list[list[gpu_kit.Buffer]], rets: list[list[gpu_kit.Buffer]]):
+        self._pair, self._kind = pair, gpu_kit.KINDS[kind]
+        self._raw = [([b.raw for b in a], [b.raw for b in o]) for a, o in zip(args, rets, strict=True)]
+        for ranks in pair.hands.values():
+            for rank, raw in zip(ranks, self._raw, strict=True):
+                if wrong := rank.check(self._kind, *raw):
+                    raise ValueError(wrong)
+
+    def launch(self, hand: Hand, phases: Sequence[int] = PHASES, who: Sequence[int] = BOTH) -> None:
+        """Enqueues phases on ranks, phase by phase: what a kernel waits for is never behind it."""
+        clock = self._pair.clock
+        for phase in phases:
+            for r in who:
+                clock.on(r)
+                self._pair.hands[hand][r].launch(self._kind, *self._raw[r], 1, 0, phase, int(clock.streams[r]))
+
+    def one_launch(self, hand: Hand) -> bool:
+        """Whether the call is so small that one launch makes it."""
+        return all(self._pair.hands[hand][r].whole(self._kind, *self._raw[r]) for r in BOTH)
+
+    def send(self, hand: Hand, who: tuple[int, ...] = BOTH) -> Variant:
+        """The send kernels of some ranks alone."""
+        others = [r for r in BOTH if r not in who]
+
+        def after() -> None:
+            self.launch(hand, (1,), others)
+            self.launch(hand, (2, 3))
+            self._pair.check()
+
+        return Variant(lambda: self.launch(hand, (1,), who), lambda: self.launch(hand, (0,)), after, who)
+
+    def whole(self, hand: Hand) -> Variant:
+        """All kernels of both ranks."""
+        return Variant(lambda: self.launch(hand), after=self._pair.check)
+
+
+class Graphs:
+    """A sequence of calls, `repeats` times, captured once for each rank."""
+
+    def __init__(self, pair: Pair, hand: Hand, calls: Sequence[tuple[Call, Sequence[int]]], repeats: int) -> None:
+        self._pair = pair
+        runtime, clock = pair.clock.runtime, pair.clock
+        mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
+        self._replays: list[Any] = []
+        for r in BOTH:
+            clock.on(r)
+            gpu_kit.ok(runtime.cudaStreamBeginCapture(clock.streams[r], mode))
+            for _ in range(repeats):
+                for call, phases in calls:
+                    call.launch(hand, phases, (r,))
+            graph = gpu_kit.ok(runtime.cudaStreamEndCapture(clock.streams[r]))
+            self._replays.append(gpu_kit.ok(runtime.cudaGraphInstantiate(graph, 0)))
+            gpu_kit.ok(runtime.cudaGraphDestroy(graph))
+            gpu_kit.ok(runtime.cudaGraphUpload(self._replays[r], clock.streams[r]))
+
+    def variant(self) -> Variant:
+        """A replay on both ranks."""
+
+        def timed() -> None:
+            for r in BOTH:
+                self._pair.clock.on(r)
+                gpu_kit.ok(self._pair.clock.runtime.cudaGraphLaunch(self._replays[r], self._pair.clock.streams[r]))
+
+        return Variant(timed, after=self._pair.check)
+
+    def close(self) -> None:
+        """Frees them."""
+        for r in BOTH:
+            self._pair.clock.on(r)
+            gpu_kit.ok(self._pair.clock.runtime.cudaGraphExecDestroy(self._replays[r]))

@@ -1,0 +1,234 @@
+"""Times the CUDA kernels over a real link: two ranks of one process with a GPU each, by the launchers, without XLA.
+
+`python -m benchmarks.nvlink --json FILE [--parts prefetch,rows,decode]`. Parts: the prefetch table of 14
+configurations, the rows of dispatch and combine, and small calls replayed as CUDA graphs.
+
+What is timed: CUDA events around the launches named, on the slower rank. The L2 caches are flushed before each run
+(not between the calls of a graph); all variants of a table's row take turns in one loop, and a copy by the copy engines
+of the bytes that cross the link is one of them. GB/s are 1e9 bytes of payload per second, one way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.link_timer import BOTH, PHASES, WHOLE, Call, Clock, Graphs, Hand, Pair, Variant  # isort: skip (sets paths)
+
+import gpu_kit
+import ml_dtypes
+import numpy as np
+from cases import Shape, routing
+
+from benchmarks.loopback import PREFETCH
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+# Ceilings measured on a pair of H200s, GB/s: copy engine one way, SMs both ways at once, SMs within a device.
+ONE_WAY, BOTH_WAYS, LOCAL = 394.0, 351.0, 3740.0
+OUTWARD = ("dispatch", "combine_grad")  # rows from their tokens' ranks to the experts'; the others bring sums home
+Keep = Callable[[dict[str, Any]], None]
+
+
+def bench_prefetch(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
+    """The prefetch table: the send of rank 0 alone.
+
+    Two ranks hold an expert twice at most, and there is one link: rank 1 fetches as many *different* experts of rank 0
+    as the configuration moves in all, so the slots and the bytes are its, and rank 0 has that many experts or more.
+    """
+    for name, _, columns, h, hp, fetched in PREFETCH:
+        slots, bytes_ = sum(fetched), 2 * h * hp
+        epn, n = max(8, slots), slots * bytes_
+        hands = [Hand(sm) for sm in sms]
+        pair = Pair(clock, hands, experts=2 * epn, topk=1, tokens=8, padding=8, hidden=8, row_bytes=16,
+                    stage_bytes=epn * bytes_)  # fmt: skip
+        slot_expert = np.full((2, epn), -1, np.int32)
+        slot_expert[1, :slots] = np.arange(slots)
+        where, ticket = pair.put([slot_expert] * 2), pair.put([np.zeros(1, np.int32)] * 2)
+        weights = pair.new((2 * epn, h, hp), BF16)
+        call = Call(pair, "prefetch", [[where[r], ticket[r], weights[r]] for r in BOTH], [[w] for w in weights])
+        variants = {str(hand.sms): call.send(hand, who=(0,)) for hand in hands}
+        variants["copy"] = Variant(lambda: clock.copy(weights[1], weights[0], n, 0), ranks=(0,))
+        us = {k: statistics.median(v) for k, v in clock.measure(variants, runs).items()}
+        keep({"config": name, "B": columns, "H": h, "Hp": hp, "slots": slots, "wire_MB": n / 1e6, "us": us,
+              "GBps": {k: n / t / 1e3 for k, t in us.items()},
+              "share": {k: us["copy"] / t for k, t in us.items()}})  # fmt: skip
+        pair.close()
+
+
+class Moe(Pair):
+    """Two ranks with the plan of a uniform routing; dispatch and combine, forward and backward, on it."""
+
+    def __init__(self, clock: Clock, hands: Sequence[Hand], s: int, h: int, topk: int, experts: int, padding: int):
+        super().__init__(clock, hands, experts=experts, topk=topk, tokens=s, padding=padding, hidden=h,
+                         row_bytes=2 * h)  # fmt: skip
+        n = self.n = self.shape.recv_rows(s)
+        dims = [(s, topk)] * 2 + [(n,)] * 3 + [(experts,)] * 2 + [(2, experts // 2), (2,), (2,), (1,)]
+        arrays = [self.new(d, np.int32) for d in dims]
+        self.plans = [[a[r] for a in arrays] for r in BOTH]
+        ids = self.put(list(routing("uniform", Shape(2, s, topk, experts, h), 0)))
+        self.x, self.hidden = self.new((s, h), BF16), self.new((n, h), BF16)
+        w, scale, y = self.new((s, topk), np.float32), self.new((n,), np.float32), self.new((s, h), BF16)
+        route = [[*p[:5], p[10]] for p in self.plans]
+        back = [[p[0], p[2], p[3], p[4], p[10], self.hidden[r], scale[r]] for r, p in enumerate(self.plans)]
+        operands: dict[str, tuple[Any, Any]] = {
+            "plan": ([[i] for i in ids], self.plans),
+            "dispatch": ([[*route[r], self.x[r], w[r]] for r in BOTH], [[self.hidden[r], scale[r]] for r in BOTH]),
+            "combine": (back, [[b] for b in y]),
+            "dispatch_grad": (back, [[y[r], w[r]] for r in BOTH]),
+            "combine_grad": ([[*route[r], self.x[r]] for r in BOTH], [[b] for b in self.hidden]),
+        }
+        self.calls = {kind: Call(self, kind, *given) for kind, given in operands.items()}
+        self.clock.sync()  # all buffers are filled
+        self.calls["plan"].launch(hands[0])
+        self.check()
+
+
+def bench_rows(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
+    """dispatch and combine of both ranks at once, kernels that send and whole ops, beside both copy engines at once.
+
+    Local bytes are those that the last kernel reads and writes: with the bytes on the wire, what an op cannot avoid.
+    """
+    hands = [Hand(sm, bulk) for sm in sms for bulk in (True, False)]
+    for s in (1024, 4096, 8192):
+        h = 7168
+        moe = Moe(clock, hands, s, h, topk=8, experts=256, padding=8)
+        to = [p[0].read() for p in moe.plans]
+        primaries = [int((p[3].read() == np.arange(moe.n)).sum()) for p in moe.plans]
+        cross = [int((to[r] == 1 - r).any(axis=1).sum()) for r in BOTH]  # rows from rank r to the other
+        returned = [cross[r] + int((to[r] == r).any(axis=1).sum()) for r in BOTH]
+        for op in ("dispatch", "combine", "dispatch_grad", "combine_grad"):
+            out = op in OUTWARD
+            wire = max(cross) * 2 * h
+            local = max((primaries[r] + moe.n if out else returned[r] + s) for r in BOTH) * 2 * h
+            model = wire / BOTH_WAYS / 1e3 + local / LOCAL / 1e3
+
+            def copy() -> None:
+                for r in BOTH:
+                    clock.copy(moe.hidden[1 - r], moe.x[r], wire, r)
+
+            call = moe.calls[op]
+            tried = [hand for hand in hands if out or hand.bulk]  # sums are stores in any case
+            variants = {f"send {hand}": call.send(hand) for hand in tried}
+            variants |= {f"whole {hand}": call.whole(hand) for hand in tried}
+            us = {k: statistics.median(v) for k, v in clock.measure(variants | {"copy": Variant(copy)}, runs).items()}
+            for hand in tried:
+                send, whole = us[f"send {hand}"], us[f"whole {hand}"]
+                keep({"op": op, "S": s, **hand._asdict(), "wire_MB": wire / 1e6, "local_MB": local / 1e6,
+                      "send_us": send, "whole_us": whole, "copy_us": us["copy"], "model_us": model,
+                      "over_model": whole / model, "GBps": wire / send / 1e3,
+                      "of_one_way": wire / send / 1e3 / ONE_WAY, "of_both_ways": wire / send / 1e3 / BOTH_WAYS,
+                      "of_copy": us["copy"] / send})  # fmt: skip
+        moe.close()
+
+
+def bench_decode(clock: Clock, sms: int, runs: int, keep: Keep) -> None:
+    """Small calls, capacity and padding to match, one after the other in a graph: microseconds per turn, by replay.
+
+    `empty` is a prefetch that moves nothing: what a call costs that only shakes hands.
+    """
+    repeats, hand = 20, Hand(sms)
+    sequences = ("plan", "dispatch", "combine", "plan+dispatch", "plan+dispatch+combine")
+    for s in (1, 8, 32, 128):
+        moe = Moe(clock, [hand], s, 7168, topk=8, experts=256, padding=1)
+        idle = Pair(clock, [hand], experts=2, topk=1, tokens=1, padding=1, hidden=8, row_bytes=16, stage_bytes=64)
+        slots, ticket = idle.put([np.full((2, 1), -1, np.int32)] * 2), idle.put([np.zeros(1, np.int32)] * 2)
+        leaf = idle.new((2, 16), BF16)
+        empty = Call(idle, "prefetch", [[slots[r], ticket[r], leaf[r]] for r in BOTH], [[w] for w in leaf])
+        clock.sync()
+        graphs = {"empty, in phases": Graphs(idle, hand, [(empty, PHASES)], repeats)}
+        for name in sequences:
+            calls = [moe.calls[op] for op in name.split("+")]
+            graphs[f"{name}, in phases"] = Graphs(moe, hand, [(c, PHASES) for c in calls], repeats)
+            if any(c.one_launch(hand) for c in calls):
+                shortest = [(c, (WHOLE,) if c.one_launch(hand) else PHASES) for c in calls]
+                graphs[f"{name}, one launch"] = Graphs(moe, hand, shortest, repeats)
+        times = clock.measure({name: g.variant() for name, g in graphs.items()}, runs, flushes=1)
+        for name, us in times.items():
+            each = sorted(t / repeats for t in us)
+            keep({"s": s, "what": name, "us": statistics.median(each), "p90_us": each[int(0.9 * (len(each) - 1))]})
+        for g in graphs.values():
+            g.close()
+        moe.close()
+        idle.close()
+
+
+def table(result: dict[str, Any]) -> str:
+    """The figures as Markdown tables."""
+    lines = [f"{result['device']}, {result['sms']} SMs", ""]
+
+    def head(cells: list[str]) -> None:
+        lines.append("| " + " | ".join(cells) + " |")
+        lines.append("|" + "---|" * len(cells))
+
+    if rows := result.get("prefetch"):
+        sms = [k for k in rows[0]["us"] if k != "copy"]
+        each = [f"{what} {sm} SMs" for sm in sms for what in ("us", "GB/s", "of copy")]
+        head(["config", "slots", "wire MB", "copy us", "GB/s", *each])
+        for r in rows:
+            cells = [r["config"], str(r["slots"]), f"{r['wire_MB']:.1f}"]
+            for k in ("copy", *sms):
+                cells += [f"{r['us'][k]:.1f}", f"{r['GBps'][k]:.0f}"] + (
+                    [f"{r['share'][k]:.2f}"] if k != "copy" else []
+                )
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    if rows := result.get("rows"):
+        head(["op", "S", "SMs", "copies", "wire MB", "send us", "GB/s", "of 394", "of 351", "both copy engines us",
+              "whole us", "of the model"])  # fmt: skip
+        for r in rows:
+            copies = "bulk" if r["bulk"] and r["op"] in OUTWARD else "stores"
+            cells = [r["op"], str(r["S"]), str(r["sms"]), copies, f"{r['wire_MB']:.1f}",
+                     f"{r['send_us']:.1f}", f"{r['GBps']:.0f}", f"{r['of_one_way']:.2f}", f"{r['of_both_ways']:.2f}",
+                     f"{r['copy_us']:.1f}", f"{r['whole_us']:.1f}", f"{r['over_model']:.2f}"]  # fmt: skip
+            lines.append("| " + " | ".join(cells) + " |")
+        lines.append("")
+    if rows := result.get("decode"):
+        head(["s", "calls", "us per turn", "p90"])
+        lines += [f"| {r['s']} | {r['what']} | {r['us']:.2f} | {r['p90_us']:.2f} |" for r in rows]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Runs the parts asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", type=Path, help="file for all figures, written after every row")
+    parser.add_argument("--parts", default="prefetch,rows,decode")
+    parser.add_argument("--runs", type=int, default=11, help="runs of each variant that count")
+    parser.add_argument("--show", type=Path, help="print an earlier --json file instead of measuring")
+    options = parser.parse_args()
+    if options.show:
+        print(table(json.loads(options.show.read_text())))
+        return
+    from cuda.bindings import runtime
+
+    properties = gpu_kit.ok(runtime.cudaGetDeviceProperties(0))
+    sms = properties.multiProcessorCount
+    result: dict[str, Any] = {"device": properties.name.decode().strip("\0"), "sms": sms}
+    clock, runs = Clock(), options.runs
+    parts: dict[str, Callable[[Keep], None]] = {
+        "prefetch": lambda keep: bench_prefetch(clock, [16, 32, 64, sms], runs, keep),
+        "rows": lambda keep: bench_rows(clock, [8, 16, 20, 32, 64], runs, keep),
+        "decode": lambda keep: bench_decode(clock, sms, 4 * runs, keep),
+    }
+    for part in options.parts.split(","):
+        rows = result[part] = []
+        start = time.monotonic()
+
+        def keep(row: dict[str, Any]) -> None:
+            rows.append(row)
+            if options.json:
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(result, indent=1))
+
+        parts[part](keep)
+        print(f"{part}: {time.monotonic() - start:.0f} s", flush=True)
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,356 @@
+"""Worker of test_cuda_pair: two ranks with a GPU each - beside NCCL, with a late device, and with one of them killed or
+stopped. The checks against the oracle are workers/gpu.py's.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+import moonep_jax as moonep
+from workers import Context, gpu, raised
+
+OPS = ("plan", "dispatch", "combine", "prefetch", "reduce_grad")
+LIMIT_S, FIRST_S = 2.0, 10.0  # of later and of first calls where a process is killed or stopped
+EP = P("ep")
+
+
+def run(c: Context) -> None:
+    """Everything against the oracle, then beside NCCL; if asked for, with a device of this process late."""
+    c.record("first", _first(c))  # not a case: if it raises, all that follow would only wait for their limits
+    gpu.run(c)
+    c.case("mixed", lambda: _mixed(c, c.args["launches"]))
+    if c.args["late"]:
+        c.case("late", lambda: _late(c))
+        c.case("too_late", lambda: _too_late(c))
+
+
+# -- beside NCCL -------------------------------------------------------------------------------------------------------
+
+
+def _mixed(c: Context, launches: int) -> dict[str, int]:
+    """One program again and again, each launch on the last one's results: elements that went wrong."""
+    mesh, r, s, h, k = c.mesh(), c.devices, 64, 256, 2
+    config = moonep.EPConfig(tokens=s, hidden=h, topk=k, experts=4 * r, dtype=jnp.float32)
+    with moonep.setup(mesh, "ep", config) as ep:
+
+        def model(x: Any, turn: Any, wrong: Any) -> Any:
+            me = jax.lax.axis_index("ep")
+            ids = (5 * jnp.arange(s)[:, None] + 7 * jnp.arange(k)[None] + 3 * turn[0] + me) % (4 * r)
+            everyone = jax.lax.all_gather(x, "ep")  # neither of these two waits for the calls, nor they for them
+            total = jax.lax.psum(x, "ep")
+            d = ep.dispatch(x, ids.astype(np.int32))
+            y = ep.combine(d.plan, d.hidden)
+            back = jax.lax.psum(y, "ep")
+            bad = jnp.sum(y != k * x) + jnp.sum(back != k * total) + jnp.sum(everyone.sum(0) != total)
+            # Whole numbers below 1000: all of this is exact.
+            x = jnp.mod(3 * x + everyone[(me + 1) % r] + turn[0].astype(np.float32), 251)
+            return x, turn + 1, wrong + bad.astype(np.int32)
+
+        step = jax.jit(jax.shard_map(model, mesh=mesh, in_specs=EP, out_specs=EP))
+        want = np.random.default_rng(0).integers(0, 251, (r, s, h)).astype(np.float32)
+        x = c.put(want.reshape(r * s, h), mesh, EP)
+        turn, wrong = (c.put(np.zeros(r, np.int32), mesh, EP) for _ in range(2))
+        for i in range(launches):
+            x, turn, wrong = step(x, turn, wrong)
+            want = np.mod(3 * want + np.roll(want, -1, axis=0) + i, 251).astype(np.float32)
+            if i % 50 == 49:
+                jax.block_until_ready(x)
+        differ = sum(int((v != want.reshape(r * s, h)[index]).sum()) for index, v in c.local(x))
+        return {"seen": sum(int(v.sum()) for _, v in c.local(wrong)), "differ": differ, "launches": launches}
+
+
+# -- a late device -----------------------------------------------------------------------------------------------------
+
+
+def _busy(seconds: float) -> Callable[[], None]:
+    """Enqueues about so many seconds of matrix products on the second device; the host does not wait for them."""
+    # Large ones: a stream takes about a thousand launches before the host has to wait.
+    one = jax.device_put(jnp.eye(16384, dtype=np.float32), jax.devices()[1])
+
+    def chain(length: int) -> Any:
+        f = jax.jit(lambda a: jax.lax.scan(lambda a, _: (a @ a, None), a, length=length)[0])
+        return f.lower(one).compile()
+
+    short = chain(4)
+    jax.block_until_ready(short(one))
+    start = time.monotonic()
+    jax.block_until_ready(short(one))
+    long = chain(max(1, round(4 * seconds / (time.monotonic() - start))))
+    return lambda: long(one)
+
+
+def _step(c: Context, timeout_s: float) -> tuple[moonep.Domain, Callable[[], jax.Array], np.ndarray]:
+    """A domain, a compiled dispatch and combine on it that has run once, and what it gives."""
+    mesh, r, s = c.mesh(), c.devices, 64
+    config = moonep.EPConfig(tokens=s, hidden=256, topk=2, experts=4 * r, dtype=jnp.float32, timeout_s=timeout_s,
+                             first_call_timeout_s=20.0)  # fmt: skip
+    ep = moonep.setup(mesh, "ep", config)
+
+    def body(x: Any, ids: Any) -> Any:
+        d = ep.dispatch(x, ids)
+        return ep.combine(d.plan, d.hidden)
+
+    rng = np.random.default_rng(1)
+    x = rng.integers(-9, 9, (r * s, 256)).astype(np.float32)
+    args = c.put(x, mesh, EP), c.put(rng.integers(0, 4 * r, (r * s, 2)).astype(np.int32), mesh, EP)
+    step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=EP, out_specs=EP)).lower(*args).compile()
+    jax.block_until_ready(step(*args))
+    return ep, lambda: step(*args), 2 * x
+
+
+def _first(c: Context) -> bool:
+    """Whether a first call works, with a limit of seconds and not of minutes."""
+    ep, step, want = _step(c, timeout_s=20.0)
+    with ep:
+        ep.check()
+        return c.error(step(), want) == 0
+
+
+def _late(c: Context) -> dict[str, Any]:
+    """Later than any call takes, sooner than the limit: the other device waits, and nothing else happens."""
+    busy = _busy(1.5)
+    ep, step, want = _step(c, timeout_s=60.0)
+    with ep:
+        start = time.monotonic()
+        busy()
+        y = step()
+        enqueued = time.monotonic() - start
+        error = c.error(y, want)
+        return {"enqueued_s": enqueued, "seconds": time.monotonic() - start, "error": error, "check": raised(ep.check)}
+
+
+def _too_late(c: Context) -> dict[str, Any]:
+    """Later than the limit: every rank gives up, names the late one, and both devices go on."""
+    busy = _busy(4.0)
+    ep, step, _ = _step(c, timeout_s=1.0)
+    busy()
+    ran = raised(lambda: jax.block_until_ready(step()))
+    report: dict[str, Any] = {
+        "ran": ran,
+        "check": raised(ep.check),
+        "next": raised(lambda: jax.block_until_ready(step())),
+    }
+    report["alive"] = all(_alive(device) for device in jax.devices()[:2])
+    start = time.monotonic()
+    ep.close()
+    return {**report, "close_s": time.monotonic() - start}
+
+
+def _alive(device: jax.Device) -> bool:
+    """Whether a device still computes."""
+    ones = jax.device_put(jnp.ones((512, 512), np.float32), device)
+    return float(jax.jit(lambda a: (a @ a).sum())(ones)) == 512.0**3
+
+
+# -- one of two processes is killed or stopped -------------------------------------------------------------------------
+
+
+class Pair:
+    """A domain of two processes, and each op as a program of its own. Rank 0's experts are hot, so slots are used."""
+
+    def __init__(self, c: Context, timeout_s: float = LIMIT_S, first_call_timeout_s: float = FIRST_S):
+        mesh, r, s, h, epn = c.mesh(), c.devices, 256, 1024, 4
+        self.c = c
+        config = moonep.EPConfig(
+            tokens=s, hidden=h, topk=2, experts=epn * r, dtype=jnp.float32, weights={"w": ((256, 256), jnp.float32)},
+            timeout_s=timeout_s, first_call_timeout_s=first_call_timeout_s,
+        )  # fmt: skip
+        self.ep = ep = moonep.setup(mesh, "ep", config)
+        rng = np.random.default_rng(2)
+        shapes = {"x": (r, s, h), "weights": (r, epn, 256, 256), "ct": (r, 2 * epn, 256, 256)}
+        given = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+        given["ids"] = rng.integers(0, epn, (r, s, 2)).astype(np.int32)
+        self.values: dict[str, Any] = {name: c.put(a, mesh, EP) for name, a in given.items()}
+        self._bodies: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+            "plan": (ep.plan, ("ids",)),
+            "dispatch": (lambda p, x, ids: ep.dispatch(x, ids, plan=p).hidden, ("plan", "x", "ids")),
+            "combine": (ep.combine, ("plan", "dispatch")),
+            "prefetch": (lambda p, w: ep.prefetch(p, {"w": w})["w"], ("plan", "weights")),
+            "reduce_grad": (self._reduce_grad, ("plan", "weights", "ct")),
+        }
+        self._steps: dict[str, Any] = {}
+        self.first: dict[str, list[bytes]] = {}  # this process's bytes of each op's first result
+        self._mesh = mesh
+
+    def _reduce_grad(self, p: moonep.Plan, w: Any, ct: Any) -> Any:
+        _, back = jax.vjp(functools.partial(self.ep.prefetch, p), {"w": w})
+        return back({"w": ct})[0]["w"]
+
+    def prepare(self, op: str) -> None:
+        """Compiles an op whose operands are there; the first call must not wait for a compiler."""
+        body, names = self._bodies[op]
+
+        def local(*args: Any) -> Any:
+            return jax.tree.map(lambda a: a[None], body(*jax.tree.map(lambda a: a[0], args)))
+
+        step = jax.jit(jax.shard_map(local, mesh=self._mesh, in_specs=EP, out_specs=EP))
+        self._steps[op] = step.lower(*(self.values[n] for n in names)).compile()
+        self.c.barrier()
+
+    def start(self, op: str) -> Any:
+        """Enqueues an op."""
+        return self._steps[op](*(self.values[n] for n in self._bodies[op][1]))
+
+    def run(self, op: str) -> list[bytes]:
+        """One op, awaited; the bytes of this process's part of its result."""
+        return self.finish(op, self.start(op))
+
+    def finish(self, op: str, result: Any) -> list[bytes]:
+        """Waits for the result of `start`, and keeps it for the ops behind."""
+        self.values[op] = jax.block_until_ready(result)
+        return [v.tobytes() for name, a in _arrays(self.values[op]) if name != "ticket" for _, v in self.c.local(a)]
+
+    def warm(self) -> None:
+        """Every op once."""
+        for op in OPS:
+            self.prepare(op)
+            self.first[op] = self.run(op)
+
+    def until_error(self, ops: tuple[str, ...]) -> dict[str, Any]:
+        """Runs ops until one fails: which, how, how long that took, what still works; and whether those before were
+        right (None: there were none)."""
+        right: list[bool] = []
+        for op in ops:
+            start = time.monotonic()
+            got: list[bytes] = []
+            ran = raised(lambda op=op, got=got: got.extend(self.run(op)))
+            check = raised(self.ep.check)
+            seconds = time.monotonic() - start
+            if ran or check:
+                blank = all(set(v) == {0xFF} for v in got) if op != "plan" and not ran else None
+                start = time.monotonic()
+                later = raised(lambda op=op: self.run(op))
+                return {
+                    "op": op,
+                    "ran": ran,
+                    "check": check,
+                    "seconds": seconds,
+                    "blank": blank,
+                    "later": later,
+                    "later_s": time.monotonic() - start,
+                    "later_check": raised(self.ep.check),
+                    "alive": _alive(jax.local_devices()[0]),
+                    "right": all(right) if right else None,
+                    "went_well": list(ops[: len(right)]),
+                }
+            right.append(op not in self.first or got == self.first[op])
+        return {"op": None, "right": all(right), "went_well": list(ops), "alive": _alive(jax.local_devices()[0])}
+
+    def close(self) -> float:
+        """Seconds that close() takes."""
+        start = time.monotonic()
+        self.ep.close()
+        return time.monotonic() - start
+
+
+def _arrays(value: Any) -> list[tuple[str, jax.Array]]:
+    return [(jax.tree_util.keystr(path).strip("."), a) for path, a in jax.tree_util.tree_leaves_with_path(value)]
+
+
+def _exchange_pids(c: Context) -> int:
+    """The process id of process 1."""
+    path = c.out / "1.pid"
+    if c.index == 1:
+        path.write_text(str(os.getpid()))
+    c.barrier()
+    return int(path.read_text())
+
+
+def _wait_for_state(pid: int, states: str, limit_s: float = 30.0) -> None:
+    """Waits until a process is in one of the states of proc(5), or gone."""
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return
+        if state in states:
+            return
+        time.sleep(0.02)
+    raise TimeoutError(f"process {pid} is not in a state of {states!r} after {limit_s} s")
+
+
+def _bring_to(c: Context, at: Pair, phase: str) -> tuple[str, ...]:
+    """Runs all before `phase` ("idle": nothing at all); the ops from there on, and then all of them again."""
+    if phase == "idle":
+        at.prepare("plan")  # the ops behind it fail before they are compiled
+        return OPS[:1]
+    at.warm()
+    place = OPS.index(phase)
+    for op in OPS[:place]:
+        at.run(op)
+    return OPS[place:] + OPS
+
+
+def kill(c: Context) -> None:
+    """Process 1 is killed before it makes the call of a phase, or ("inside") while its kernels wait in it."""
+    phase, pid = c.args["phase"], _exchange_pids(c)
+    at = Pair(c)
+    ops = _bring_to(c, at, phase)
+    c.barrier()
+    if c.index == 1:
+        if c.args["inside"]:
+            at.start(phase)
+            time.sleep(LIMIT_S / 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    _wait_for_state(pid, "ZX")
+    time.sleep(1.0)  # its threads and its context go after it
+    c.record("fault", at.until_error(ops))
+    c.record("close_s", at.close())
+    c.record("alive", _alive(jax.local_devices()[0]))
+    c.shut_down_after(())
+
+
+def stop(c: Context) -> None:
+    """Process 1 is stopped before the call of each phase until process 0 has reported; then it goes on."""
+    pid = _exchange_pids(c)
+    for phase in ("idle", *OPS):
+        c.case(phase, lambda phase=phase: _stopped(c, phase, pid))
+    c.case("short", lambda: _stopped_for_a_while(c, pid))
+
+
+def _stopped(c: Context, phase: str, pid: int) -> dict[str, Any]:
+    at = Pair(c)
+    ops = _bring_to(c, at, phase)
+    c.barrier()
+    if c.index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        report = at.until_error(ops)
+    else:
+        try:
+            _wait_for_state(pid, "T")
+            report = at.until_error(ops)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    return {**report, "close_s": at.close()}
+
+
+def _stopped_for_a_while(c: Context, pid: int) -> dict[str, Any]:
+    """A stop shorter than the limit: the call waits, and gives what it always gives."""
+    at = Pair(c, timeout_s=60.0, first_call_timeout_s=60.0)
+    at.warm()
+    at.run("plan")
+    c.barrier()
+    if c.index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        result = at.start("dispatch")
+    else:
+        try:
+            _wait_for_state(pid, "T")
+            result = at.start("dispatch")
+            time.sleep(1.5)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+    right = at.finish("dispatch", result) == at.first["dispatch"]
+    return {"right": right, "check": raised(at.ep.check), "close_s": at.close()}
