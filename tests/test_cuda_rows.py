@@ -22,7 +22,7 @@ pytestmark = [
 ]
 ROW_CALLS = ("dispatch", "combine", "dispatch_grad", "combine_grad")
 SENDS = ("dispatch", "combine_grad")
-WHOLE_BYTES = 4 << 20  # kWholeBytes in kernels.h
+WHOLE_BYTES = 1 << 20  # kWholeBytes in kernels.h
 
 
 class Spied(Run):

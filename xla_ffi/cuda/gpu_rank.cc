@@ -121,7 +121,54 @@ std::string GpuRank::Allocate() {
   if (cudaError_t e = cudaMemcpy(&own->limit_ns, limits, sizeof(limits), cudaMemcpyHostToDevice); e != cudaSuccess) {
     return CudaError("setup", e);
   }
+  if (cudaError_t e = LoadKernels(); e != cudaSuccess) return CudaError("setup", e);
   return "";
+}
+
+// Every kernel that a call of this domain may launch, whatever its operands' addresses are multiples of.
+cudaError_t GpuRank::LoadKernels() {
+  const LoadOnly load_only;
+  const DomainShape& d = view_.shape;
+  const CallId id{};
+  cudaError_t first = cudaSuccess;
+  const auto note = [&first](cudaError_t e) { first = first == cudaSuccess ? e : first; };
+  PlanArgs plan{};
+  plan.tile = PlanTile(d, d.tokens);
+  plan.tiles = 1;
+  note(LaunchBegin(view_, Part::kRows, id, nullptr));
+  note(LaunchWait(view_, Part::kRows, nullptr));
+  note(LaunchPlanSend(view_, plan, id, nullptr));
+  note(LaunchPlanTables(view_, plan, nullptr));
+  note(LaunchPlanPlace(view_, plan, nullptr));
+  note(LaunchPlanWhole(view_, plan, id, nullptr));
+  for (uintptr_t address = 1; address <= 16; address *= 2) {
+    auto* at = reinterpret_cast<std::byte*>(address);
+    DispatchArgs dispatch{};
+    dispatch.tokens = dispatch.rows = 1;
+    dispatch.x = dispatch.hidden = at;
+    note(LaunchDispatchSend(view_, dispatch, 1, nullptr));
+    note(LaunchDispatchSendBulk(view_, dispatch, 1, nullptr));
+    note(LaunchDispatchExpand(view_, dispatch, 1, nullptr));
+    note(LaunchDispatchWhole(view_, dispatch, id, nullptr));
+    for (RowType type : {RowType::kF32, RowType::kF16, RowType::kBF16}) {
+      const int64_t element = type == RowType::kF32 ? 4 : 2;
+      if (element * d.hidden != d.row_bytes || element > static_cast<int64_t>(address)) continue;
+      CombineArgs combine{};
+      combine.tokens = combine.rows = 1;
+      combine.out = combine.y = at;
+      combine.type = type;
+      note(LaunchCombineSend(view_, combine, 1, nullptr));
+      note(LaunchCombineReduce(view_, combine, 1, nullptr));
+      note(LaunchCombineWhole(view_, combine, id, nullptr));
+    }
+    WeightArgs weights{};
+    weights.leaves = 1;
+    weights.leaf[0].in = weights.leaf[0].out = at;
+    for (const auto launch : {LaunchPrefetchSend, LaunchPrefetchExpand, LaunchReduceStage, LaunchReducePull}) {
+      note(launch(view_, weights, 1, nullptr));
+    }
+  }
+  return first;
 }
 
 std::string GpuRank::Enqueue(const CallArgs& call, int64_t channel, int64_t site, cudaStream_t stream) {

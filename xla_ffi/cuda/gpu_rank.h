@@ -64,6 +64,7 @@ class GpuRank {
 
  private:
   std::string Allocate();
+  cudaError_t LoadKernels();
   cudaError_t LaunchPlan(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream);
   cudaError_t LaunchDispatch(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream);
   cudaError_t LaunchCombine(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream);

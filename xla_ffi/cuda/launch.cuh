@@ -18,6 +18,20 @@ struct LaunchShape {
   int cluster = 1;    // blocks
 };
 
+// While one lives, this thread's launches load their kernels and do not run them. The driver loads a kernel at its
+// first launch and may wait for the device to do so - which may wait for a peer.
+class LoadOnly {
+ public:
+  LoadOnly() { Active() = true; }
+  ~LoadOnly() { Active() = false; }
+  LoadOnly(const LoadOnly&) = delete;
+  LoadOnly& operator=(const LoadOnly&) = delete;
+  static bool& Active() {
+    static thread_local bool active = false;
+    return active;
+  }
+};
+
 // A kernel may be put on the device while the one before it on the stream still runs; it must begin with StreamTurn(),
 // which waits until that one is done and its writes are visible.
 template <class... Params, class... Args>
@@ -27,6 +41,10 @@ cudaError_t LaunchKernel(void (*kernel)(Params...), const LaunchShape& shape, cu
     const cudaError_t e =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared));
     if (e != cudaSuccess) return e;
+  }
+  if (LoadOnly::Active()) {
+    cudaFuncAttributes loaded;
+    return cudaFuncGetAttributes(&loaded, kernel);
   }
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
