@@ -82,6 +82,9 @@ MOONEP_HD void BuildSlots(const Team& team, const DomainShape& d, const PlanTabl
     const Move move = moves[i];
     int32_t slot = 0;
     int32_t row = slots_row[move.to];
+#if defined(__CUDA_ARCH__)
+#pragma unroll 4
+#endif
     for (int j = 0; j < count; ++j) {
       const bool below = moves[j].to == move.to && moves[j].expert < move.expert;
       slot += below ? 1 : 0;
@@ -98,9 +101,12 @@ MOONEP_HD void BuildSlots(const Team& team, const DomainShape& d, const PlanTabl
 // The rank that holds non-local place g of an expert: the last one whose places start at or before g. Ranks without
 // places share the start of the next one.
 MOONEP_HD inline int32_t RankOf(const DomainShape& d, const PlanTables& t, int32_t expert, int32_t g) {
+  const int32_t* starts = t.dst_prefix + static_cast<int64_t>(expert) * d.ranks;
+  // Most experts are at home only.
+  const int32_t home = d.home_of(expert);
+  if (starts[home] <= g && (home + 1 == d.ranks || g < starts[home + 1])) return home;
   // Halving until few are left, then all of them at once: loads that do not wait for each other.
   constexpr int32_t kFew = 8;
-  const int32_t* starts = t.dst_prefix + static_cast<int64_t>(expert) * d.ranks;
   int32_t low = 0;
   int32_t high = d.ranks - 1;
   while (high - low >= kFew) {

@@ -54,14 +54,15 @@ struct ControlBlockGpu {
   uint32_t seen[1024];  // hashes of sites that were called before: their limit is the short one
 };
 
-// The planner works on tiles of a rank's ids: whole tokens, a block's worth of ids, a multiple of 8 ids. Large tiles
-// are for so many ids that small ones would not all be on the device at once: a block's fixed work counts then.
+// The planner works on tiles of a rank's ids: whole tokens, a block's worth of ids, a multiple of 8 ids. The smallest
+// size with which all blocks are on a device at once, a block per tile and source: its fixed work is most of it.
 constexpr int kSmallTile = 2048;
-constexpr int kLargeTile = 4096;
-constexpr int kBlocksAtOnce = 256;
+constexpr int kLargeTile = 8192;
+constexpr int kBlocksAtOnce = 264;
 MOONEP_HD constexpr int64_t PlanTile(const DomainShape& d, int64_t tokens) {
-  const bool many = tokens * d.topk * d.ranks > int64_t{kBlocksAtOnce} * kSmallTile;
-  return static_cast<int64_t>((many ? kLargeTile : kSmallTile) / d.topk / 8 * 8) * d.topk;
+  int ids = kSmallTile;
+  while (ids < kLargeTile && tokens * d.topk * d.ranks > int64_t{kBlocksAtOnce} * ids) ids *= 2;
+  return static_cast<int64_t>(ids / d.topk / 8 * 8) * d.topk;
 }
 MOONEP_HD constexpr int64_t PlanTiles(const DomainShape& d, int64_t tokens) {
   const int64_t tile = PlanTile(d, tokens);

@@ -9,7 +9,6 @@ namespace {
 
 constexpr int kThreads = 512;  // sums need more registers than copies
 constexpr int kUnroll = 4;     // loads in flight per lane
-constexpr int kBatch = 4;      // summands that are loaded together
 
 // The rows of one token on this rank are summed and stored in the source's return buffer. exact: every row travels as
 // it is, its weight beside it. kEager: the row is loaded before it is known to matter, which is one trip to memory
@@ -87,8 +86,9 @@ struct ReturnRows {
   }
 };
 
-// The source sums what came back, in ascending k, and rounds once.
-template <class E, class V>
+// The source sums what came back, in ascending k, and rounds once. kBatch summands of kVectors vectors are loaded
+// together: long pieces of few rows for bandwidth, short ones of many rows for latency.
+template <class E, class V, int kVectors, int kBatch>
 struct ReduceRows {
   const RankViewGpu& v;
   const CombineArgs& a;
@@ -122,13 +122,11 @@ struct ReduceRows {
     const uint64_t summands = !live ? 0 : exact ? RoutedMask(r.to_rank) : PrimaryMask(r.to_rank, topk);
     V blank;
     memset(&blank, live ? 0 : 0xff, sizeof(V));
-    for (int32_t begin = p.begin; begin < p.end; begin += 32) {
+    for (int32_t begin = p.begin; begin < p.end; begin += 32 * kVectors) {
       const int32_t i = begin + Lane();
-      const bool mine = i < p.end;
-      Sum<E, V> sum;
+      Sum<E, V> sum[kVectors];
       for (uint64_t left = summands; left != 0;) {
-        // Loads first: each alone would wait for memory.
-        V data[kBatch];
+        V data[kBatch][kVectors];
         float scale[kBatch];
         const bool start = left == summands;
         int count = 0;
@@ -139,22 +137,25 @@ struct ReduceRows {
           left &= left - 1;
           count = b + 1;
           scale[b] = scaled ? weight.At(k) : 1.0f;
-          if (mine) data[b] = LoadOnce(reinterpret_cast<const V*>(v.return_row(v.rank, first + k)) + i);
+          Load(data[b], v.return_row(v.rank, first + k), i, p.end);
         }
 #pragma unroll
         for (int b = 0; b < kBatch; ++b) {
-          if (!mine || b >= count) continue;
-          if (start && b == 0) {
-            sum.Start(data[b], scale[b]);
-          } else {
-            sum.Add(data[b], scale[b]);
+          if (b >= count) continue;
+#pragma unroll
+          for (int u = 0; u < kVectors; ++u) {
+            if (start && b == 0) {
+              sum[u].Start(data[b][u], scale[b]);
+            } else {
+              sum[u].Add(data[b][u], scale[b]);
+            }
           }
         }
       }
-      if (mine) {
-        StoreOnce(reinterpret_cast<V*>(a.y + static_cast<int64_t>(p.row) * v.shape.row_bytes) + i,
-                  summands != 0 ? sum.Rounded() : blank);
-      }
+      V rounded[kVectors];
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) rounded[u] = summands != 0 ? sum[u].Rounded() : blank;
+      Store(rounded, a.y + static_cast<int64_t>(p.row) * v.shape.row_bytes, i, p.end);
     }
   }
 };
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   StreamTurn();
   LetNextStart();
   ControlBlockGpu::PartState& part = State(v, Part::kReturns);
-  Pass(ReduceRows<E, V>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
+  Pass(ReduceRows<E, V, 2, 2>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
   Tail(part, [&] { PublishConsumed(v, Part::kReturns, part); });
 }
 
@@ -193,7 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   StreamTurn();
   WholeCall(
       v, Part::kReturns, id, [&] { return Pass(ReturnRows<E, V, true>{v, a}, Pieces(send, nullptr)); },
-      [&] { return Pass(ReduceRows<E, V>{v, a}, Pieces(local, nullptr)); });
+      [&] { return Pass(ReduceRows<E, V, 1, 4>{v, a}, Pieces(local, nullptr)); });
 }
 
 // A row type wider than the vector cannot be summed element by element: float32 rows are always 4-byte aligned.

@@ -18,6 +18,8 @@ namespace {
 
 using namespace plan;
 
+constexpr int kPeersOfBlock = 8;  // that a block pushes its tile to
+
 __device__ inline int32_t Peer(const RankViewGpu& v, int32_t turn) {
   const int32_t r = v.rank + turn;
   return r < v.shape.ranks ? r : r - v.shape.ranks;
@@ -29,11 +31,14 @@ __device__ inline bool AnyError(const RankViewGpu& v) {
   return __syncthreads_or(r < v.shape.ranks && LoadRelaxedSys(&v.own().error[r].value) != 0) != 0;
 }
 
-// Pushes a tile's ids and how many of them name each expert; adds those to the rank's counts. histogram: [E] shared.
-__device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t tile, int32_t* histogram) {
+// Pushes a tile's ids, and how many of them name each expert, to some peers, in turn from this rank on; with the first
+// of them, adds to the rank's counts. histogram: [E] shared.
+__device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t tile, int first_turn, int turns,
+                                int32_t* histogram) {
   const int experts = v.shape.experts;
   const int64_t first = tile * a.tile;
   const int count = static_cast<int>(min(a.tile, a.tokens * v.shape.topk - first));
+  const int end_turn = min(first_turn + turns, v.shape.ranks);
   const Opening from{State(v).epoch, State(v).busy, 0};
   const uint32_t parity = (from.epoch + 1) & 1;  // the call is opened once all of its tiles are out
   for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) histogram[e] = 0;
@@ -51,7 +56,7 @@ __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t
     const uint2 store{static_cast<uint32_t>(packed[1]) << 16 | packed[0],
                       static_cast<uint32_t>(packed[3]) << 16 | packed[2]};
 #pragma unroll 1
-    for (int p = 0; p < v.shape.ranks; ++p) {
+    for (int p = first_turn; p < end_turn; ++p) {
       *reinterpret_cast<uint2*>(v.ids(Peer(v, p), parity, v.rank) + first + i) = store;
     }
 #pragma unroll
@@ -63,9 +68,9 @@ __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t
 #pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) {
     const int32_t here = histogram[e];
-    if (here != 0) atomicAdd(&a.scratch.counts[e], here);
+    if (here != 0 && first_turn == 0) atomicAdd(&a.scratch.counts[e], here);
 #pragma unroll 1
-    for (int p = 0; p < v.shape.ranks; ++p) {
+    for (int p = first_turn; p < end_turn; ++p) {
       v.tile_counts(Peer(v, p), parity, v.rank)[tile * experts + e] = static_cast<uint16_t>(here);
     }
   }
@@ -95,8 +100,8 @@ __device__ inline CallState EndPush(const RankViewGpu& v, const PlanArgs& a, con
 // What later kernels write here and there: nothing is moved, and no row holds a token.
 __device__ inline void Blank(const RankViewGpu& v, const PlanArgs& a) {
   const int64_t cells = v.shape.experts * v.shape.ranks;
-  const int64_t workers = gridDim.x * kThreads;
-  const int64_t worker = blockIdx.x * kThreads + threadIdx.x;
+  const int64_t workers = gridDim.x * gridDim.y * kThreads;
+  const int64_t worker = (blockIdx.y * gridDim.x + blockIdx.x) * kThreads + threadIdx.x;
 #pragma unroll 1
   for (int64_t i = worker; i < max(cells, a.rows); i += workers) {
     if (i < cells) a.scratch.alloc[i] = 0;
@@ -110,7 +115,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ int32_t shared[];
   StreamTurn();
   LetNextStart();
-  PushTile(v, a, blockIdx.x, shared);
+  PushTile(v, a, blockIdx.x, static_cast<int>(blockIdx.y) * kPeersOfBlock, kPeersOfBlock, shared);
   Blank(v, a);
   Tail(State(v), [&] { EndPush(v, a, id); });
 }
@@ -141,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto cluster = cooperative_groups::this_cluster();
   const int block = static_cast<int>(blockIdx.x);
   const int tiles = static_cast<int>(a.tiles);
-  for (int tile = block; tile < tiles; tile += kClusterBlocks) PushTile(v, a, tile, shared);
+  for (int tile = block; tile < tiles; tile += kClusterBlocks) PushTile(v, a, tile, 0, v.shape.ranks, shared);
   Blank(v, a);
   cluster.sync();
   if (block == 0) {
@@ -168,7 +173,8 @@ cudaError_t LaunchPlanWhole(const RankViewGpu& v, const PlanArgs& a, const CallI
 }
 
 cudaError_t LaunchPlanSend(const RankViewGpu& v, const PlanArgs& a, const CallId& id, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(a.tiles));
+  const dim3 grid(static_cast<unsigned>(a.tiles),
+                  static_cast<unsigned>((v.shape.ranks + kPeersOfBlock - 1) / kPeersOfBlock));
   return LaunchKernel(PlanSend, {grid, kThreads, PushShared(v.shape)}, stream, v, a, id);
 }
 

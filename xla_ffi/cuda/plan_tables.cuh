@@ -140,7 +140,7 @@ __device__ inline void MakeTables(const RankViewGpu& v, const PlanArgs& a, int32
   if (d.ranks <= 8) {
     place(LaneTeam<8>{});
   } else {
-    place(LaneTeam<32>{});
+    place(LaneTeam<32, kMaxRanks / 32>{});
   }
 }
 

@@ -245,7 +245,7 @@ __device__ inline void Tail(ControlBlockGpu::PartState& part, F publish) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();  // this block's writes, seen by the block that publishes ...
-    last = atomicAdd(&part.blocks, 1u) + 1 == gridDim.x;
+    last = atomicAdd(&part.blocks, 1u) + 1 == gridDim.x * gridDim.y;
     if (last) part.blocks = 0;
     __threadfence();  // ... whose threads see them past the barrier below; their releases are cumulative
   }
