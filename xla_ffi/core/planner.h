@@ -84,10 +84,9 @@ MOONEP_HD PlannerResult LeanMoves(const Team& team, const DomainShape& d, Planne
   }
 }
 
+// Cascade: each receiver gets one giver; a giver may go below its capacity and then becomes a receiver itself.
 template <class Team>
-MOONEP_HD int32_t CascadeMoves(const Team& team, const DomainShape& d, PlannerState s) {
-  // Each receiver gets one giver; a giver may go below its capacity and then becomes a receiver itself.
-  const int32_t epn = d.epn();
+MOONEP_HD void ChooseGivers(const Team& team, const DomainShape& d, PlannerState s) {
   for (int r = team.rank(); r < d.ranks; r += team.size()) s.giver[r] = -1;
   team.sync();
   auto balance = team.board(d.ranks, [&](int r) { return s.balance[r]; }, s.balance);
@@ -103,19 +102,21 @@ MOONEP_HD int32_t CascadeMoves(const Team& team, const DomainShape& d, PlannerSt
     balance.add(u.index, -u.value);
   }
   balance.store();
-  int32_t count = 0;
-  for (int h = 0; h < d.ranks; ++h) {
-    auto quota = team.board(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : 0; }, s.foreign);
-    for (;;) {
-      const Largest to = quota.largest();
-      if (to.value <= 0) break;
-      quota.add(to.index, -MoveHottest(team, epn, h, to.index, to.value, count++, s));
-    }
-  }
-  return count;
 }
 
-// totals [E] and their sums by home, home_rows [R] -> at_home, balance and moves.
+// Cascade: home h fills its receivers. Homes have nothing in common but the counter of moves, so a team may take each.
+template <class Team>
+MOONEP_HD void FillReceivers(const Team& team, const DomainShape& d, int32_t h, PlannerState s, int32_t* count) {
+  auto quota = team.board(d.ranks, [&](int r) { return s.giver[r] == h ? s.quota[r] : 0; }, s.foreign);
+  for (;;) {
+    const Largest to = quota.largest();
+    if (to.value <= 0) return;
+    quota.add(to.index, -MoveHottest(team, d.epn(), h, to.index, to.value, team.take(count), s));
+  }
+}
+
+// totals [E] and their sums by home, home_rows [R] -> at_home, balance and moves. If the result says cascade, moves are
+// left to FillReceivers for every home.
 template <class Team>
 MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const int32_t* totals,
                                   const int32_t* home_rows, PlannerState s) {
@@ -125,7 +126,8 @@ MOONEP_HD PlannerResult PlanMoves(const Team& team, const DomainShape& d, const 
   if (!lean.cascade) return lean;
   team.sync();
   StartAtHome(team, d, totals, home_rows, s);
-  return {CascadeMoves(team, d, s), true};
+  ChooseGivers(team, d, s);
+  return {0, true};
 }
 
 // Rows that a rank computes under the moves.

@@ -1,8 +1,8 @@
 // The threads that run an algorithm of this folder together: one on the host, one warp or one block on a device.
 //
-// The planner is written once against this concept: rank(), size(), sync(), single(f), sum(n, f), largest(n, f),
-// scan(n, f, sink), and board(n, f, array): few numbers whose largest and smallest are asked for again and again, which
-// a device keeps in registers. Nothing in xla_ffi/core includes XLA or CUDA headers.
+// The planner is written once against this concept: rank(), size(), sync(), single(f), take(counter), sum(n, f),
+// largest(n, f), scan(n, f, sink), and board(n, f, array): few numbers whose largest and smallest are asked for again
+// and again, which a device keeps in registers. Nothing in xla_ffi/core includes XLA or CUDA headers.
 #pragma once
 
 #include <cstdint>
@@ -56,6 +56,9 @@ struct SerialTeam {
   MOONEP_HD void single(F f) const {
     f();
   }
+
+  // The counter before it goes up by one; it may be shared with other teams.
+  MOONEP_HD int32_t take(int32_t* counter) const { return (*counter)++; }
 
   template <class F>
   MOONEP_HD int32_t sum(int n, F value) const {

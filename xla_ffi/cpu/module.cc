@@ -138,6 +138,7 @@ nb::capsule Capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
 }  // namespace
 
 NB_MODULE(_ffi_cpu, m) {
+  nb::set_leak_warnings(false);  // what a program still holds when it ends is no error
   m.def("registrations", [] {
     nb::dict d;
     d["moonep_plan"] = Capsule(MoonepPlanCpu);

@@ -66,6 +66,9 @@ class HostTables {
     std::vector<int32_t> quota(ranks), giver(ranks), foreign(ranks);
     state_ = {at_home_.data(), balance_.data(), quota.data(), giver.data(), foreign.data(), moves_.data()};
     result_ = PlanMoves(SerialTeam{}, d, totals.data(), home_rows_.data(), state_);
+    for (int32_t h = 0; result_.cascade && h < d.ranks; ++h) {
+      FillReceivers(SerialTeam{}, d, h, state_, &result_.moves);
+    }
     WriteAlloc(SerialTeam{}, d, state_, result_.moves, alloc_.data());
     for (int32_t e = 0; e < d.experts; ++e) BuildPrefixes(SerialTeam{}, d, tables(), e);
   }

@@ -54,25 +54,13 @@ struct ControlBlockGpu {
   uint32_t seen[1024];  // hashes of sites that were called before: their limit is the short one
 };
 
-// The planner works on tiles of a rank's ids: whole tokens, a block's worth of ids, a multiple of 8 ids. The smallest
-// size with which all blocks are on a device at once, a block per tile and source: its fixed work is most of it.
-constexpr int kSmallTile = 2048;
-constexpr int kLargeTile = 8192;
-constexpr int kBlocksAtOnce = 264;
-MOONEP_HD constexpr int64_t PlanTile(const DomainShape& d, int64_t tokens) {
-  int ids = kSmallTile;
-  while (ids < kLargeTile && tokens * d.topk * d.ranks > int64_t{kBlocksAtOnce} * ids) ids *= 2;
-  return static_cast<int64_t>(ids / d.topk / 8 * 8) * d.topk;
+// The planner works on tiles of a rank's ids: whole tokens, a block's worth of ids, a multiple of 8 ids.
+constexpr int kTileIds = 2048;
+MOONEP_HD constexpr int64_t PlanTile(const DomainShape& d) {
+  return static_cast<int64_t>(kTileIds / d.topk / 8 * 8) * d.topk;
 }
 MOONEP_HD constexpr int64_t PlanTiles(const DomainShape& d, int64_t tokens) {
-  const int64_t tile = PlanTile(d, tokens);
-  return (tokens * d.topk + tile - 1) / tile;
-}
-
-// Of any call: one of fewer tokens may have smaller, and so more, tiles.
-MOONEP_HD constexpr int64_t MostTiles(const DomainShape& d) {
-  const int64_t least = static_cast<int64_t>(kSmallTile / d.topk / 8 * 8) * d.topk;
-  return (static_cast<int64_t>(d.tokens) * d.topk + least - 1) / least;
+  return (tokens * d.topk + PlanTile(d) - 1) / PlanTile(d);
 }
 
 struct ChunkLayoutGpu {
@@ -95,7 +83,7 @@ struct ChunkLayoutGpu {
     const int64_t rows = d.recv_rows(d.tokens);
     l.row_stride = AlignUp(d.row_bytes, 128);
     l.ids_stride = AlignUp(assignments, 8);
-    l.tiles_stride = MostTiles(d) * d.experts;
+    l.tiles_stride = PlanTiles(d, d.tokens) * d.experts;
     int64_t at = static_cast<int64_t>(sizeof(ControlBlockGpu));
     auto part = [&at](int64_t bytes) {
       at = AlignUp(at, 4096);

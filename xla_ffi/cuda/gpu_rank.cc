@@ -90,7 +90,7 @@ std::string GpuRank::Allocate() {
   const size_t experts = static_cast<size_t>(d.experts);
   const size_t ranks = static_cast<size_t>(d.ranks);
   const size_t cells = experts * ranks;
-  const size_t tiles = static_cast<size_t>(MostTiles(d));
+  const size_t tiles = static_cast<size_t>(PlanTiles(d, d.tokens));
   const size_t bytes = (ranks * tiles * experts + experts + cells * 5) * 4;
   if (cudaError_t e = cudaMalloc(&scratch_memory_, bytes); e != cudaSuccess) return CudaError("setup", e);
   if (cudaError_t e = cudaMemset(scratch_memory_, 0, bytes); e != cudaSuccess) return CudaError("setup", e);
@@ -133,7 +133,7 @@ cudaError_t GpuRank::LoadKernels() {
   cudaError_t first = cudaSuccess;
   const auto note = [&first](cudaError_t e) { first = first == cudaSuccess ? e : first; };
   PlanArgs plan{};
-  plan.tile = PlanTile(d, d.tokens);
+  plan.tile = PlanTile(d);
   plan.tiles = 1;
   note(LaunchBegin(view_, Part::kRows, id, nullptr));
   note(LaunchWait(view_, Part::kRows, nullptr));
@@ -260,7 +260,7 @@ cudaError_t GpuRank::LaunchPlan(const CallArgs& call, const CallId& id, Phase ph
                     r[8].i32(), r[9].i32(), r[10].i32()},
                    scratch_,
                    view_.shape.recv_rows(s),
-                   PlanTile(view_.shape, s),
+                   PlanTile(view_.shape),
                    PlanTiles(view_.shape, s)};
   switch (phase) {
     case Phase::kBegin:

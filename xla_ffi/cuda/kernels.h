@@ -56,7 +56,7 @@ struct PlanArgs {
   PlanPointers plan;
   PlanScratch scratch;
   int64_t rows;   // N
-  int64_t tile;   // PlanTile(shape, tokens)
+  int64_t tile;   // PlanTile(shape)
   int64_t tiles;  // PlanTiles(shape, tokens)
 };
 

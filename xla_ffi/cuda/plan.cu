@@ -44,8 +44,8 @@ __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t
   for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) histogram[e] = 0;
   // The block that ends the push looks again, after all others.
   if (AnyError(v) || from.busy != 0) return;
-#pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) * kIdsOfThread; i < count; i += kThreads * kIdsOfThread) {
+  const int i = static_cast<int>(threadIdx.x) * kIdsOfThread;
+  if (i < count) {
     uint16_t packed[kIdsOfThread];
 #pragma unroll
     for (int j = 0; j < kIdsOfThread; ++j) {
@@ -168,7 +168,7 @@ size_t PushShared(const DomainShape& d) { return static_cast<size_t>(d.experts) 
 bool PlanIsSmall(const DomainShape& d, int64_t tokens) { return PlanTiles(d, tokens) * d.ranks <= 2 * kClusterBlocks; }
 
 cudaError_t LaunchPlanWhole(const RankViewGpu& v, const PlanArgs& a, const CallId& id, cudaStream_t stream) {
-  const size_t shared = std::max(TablesShared(v.shape), PlaceShared(v.shape, a.tile));
+  const size_t shared = std::max(TablesShared(v.shape), PlaceShared(v.shape));
   return LaunchKernel(PlanWhole, {kClusterBlocks, kThreads, shared, kClusterBlocks}, stream, v, a, id);
 }
 
@@ -185,7 +185,7 @@ cudaError_t LaunchPlanTables(const RankViewGpu& v, const PlanArgs& a, cudaStream
 
 cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_t stream) {
   const dim3 grid(static_cast<unsigned>(a.tiles), static_cast<unsigned>(v.shape.ranks));
-  return LaunchKernel(PlanPlace, {grid, kThreads, PlaceShared(v.shape, a.tile)}, stream, v, a);
+  return LaunchKernel(PlanPlace, {grid, kThreads, PlaceShared(v.shape)}, stream, v, a);
 }
 
 }  // namespace moonep

@@ -9,8 +9,9 @@ namespace moonep::plan {
 
 constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / 32;
-constexpr int kIdsOfThread = 4;  // that it loads and stores at once
-constexpr int kBatch = 8;        // loads under way at a time
+constexpr int kIdsOfThread = kTileIds / kThreads;
+static_assert(kIdsOfThread == 4, "a thread takes all its ids at once");
+constexpr int kBatch = 8;  // loads under way at a time
 constexpr uint16_t kUnrouted = 0xffff;
 
 __device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v) {

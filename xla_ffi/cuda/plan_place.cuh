@@ -5,9 +5,11 @@
 
 namespace moonep::plan {
 
-inline size_t PlaceShared(const DomainShape& d, int64_t tile) {
-  return (static_cast<size_t>(AlignUp(tile, kIdsOfThread)) + static_cast<size_t>(d.experts) * 2) * 4 +
-         static_cast<size_t>(d.experts) * kWarps * 6;
+constexpr int kFewIds = 256;  // for one warp in order; more are worth the work of joining the counts of many
+
+inline size_t PlaceShared(const DomainShape& d) {
+  const size_t experts = static_cast<size_t>(d.experts);
+  return (kTileIds + experts * 2) * 4 + kTileIds * 2 + experts * kWarps * 6;
 }
 
 // The place of each id of a tile, in order. Of the own source all destinations are kept; of every source, the rows that
@@ -18,36 +20,34 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
   const int64_t n = a.tokens * d.topk;
   const int64_t first = tile * a.tile;
   const int count = static_cast<int>(min(a.tile, n - first));
+  const int thread = static_cast<int>(threadIdx.x);
+  const int lane = thread % 32;
+  const int warp = thread / 32;
   const bool own = source == v.rank;
-  if (part.live == 0) {
+  const auto keep = [&](int i, Place place) {
     if (!own) return;
-    for (int i = static_cast<int>(threadIdx.x); i < count; i += kThreads) {
-      a.plan.dst_rank[first + i] = a.plan.dst_row[first + i] = -1;
-    }
+    a.plan.dst_rank[first + i] = place.rank;
+    a.plan.dst_row[first + i] = place.row;
+  };
+  if (part.live == 0) {
+    for (int i = thread; i < count; i += kThreads) keep(i, {-1, -1});
     return;
   }
-  int32_t* my_row = shared;           // [tile] row on this rank, or -1
-  int32_t* before = my_row + a.tile;  // [E] rows of the source before this tile; -1: none of its rows matter here
-  int32_t* run = before + d.experts;  // [E] RunOf
+  int32_t* my_row = shared;                                         // [tile] at first the id; then the row here, or -1
+  uint16_t* list = reinterpret_cast<uint16_t*>(my_row + kTileIds);  // [tile] places in the tile of ids that matter here
+  int32_t* before = my_row + kTileIds + kTileIds / 2;  // [E] rows of the source before this tile; -1: none matters
+  int32_t* run = before + d.experts;                   // [E] RunOf
   // [warps, E] lanes of the warp that hold the expert now; and its rows among the warp's ids so far. (A match
   // instruction would do the first without memory, and takes thirty times as long.)
   uint32_t* lanes = reinterpret_cast<uint32_t*>(run + d.experts);
-  uint16_t* seen = reinterpret_cast<uint16_t*>(lanes + kWarps * d.experts);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  __shared__ int32_t of_warp[kWarps];  // ids of the list
   const PlanTables t = Tables(v, a);
-  const uint16_t* ids = v.ids(v.rank, part.epoch & 1, source) + first;
-
+  const int mine = thread * kIdsOfThread;
+  uint2 packed{0xffffffffu, 0xffffffffu};
+  if (mine < count) packed = *reinterpret_cast<const uint2*>(v.ids(v.rank, part.epoch & 1, source) + first + mine);
   __syncthreads();  // the tile before may still use the shared memory
 #pragma unroll 1
-  for (int i = static_cast<int>(threadIdx.x) * kIdsOfThread; i < count; i += kThreads * kIdsOfThread) {
-    const uint2 packed = *reinterpret_cast<const uint2*>(ids + i);
-    const int4 unpacked{static_cast<int32_t>(packed.x & 0xffff), static_cast<int32_t>(packed.x >> 16),
-                        static_cast<int32_t>(packed.y & 0xffff), static_cast<int32_t>(packed.y >> 16)};
-    *reinterpret_cast<int4*>(my_row + i) = unpacked;  // ids at first
-  }
-  for (int i = static_cast<int>(threadIdx.x); i < kWarps * d.experts * 3 / 2; i += kThreads) lanes[i] = 0;  // and seen
-  for (int e = static_cast<int>(threadIdx.x); e < d.experts; e += kThreads) {
+  for (int e = thread; e < d.experts; e += kThreads) {
     const int32_t r = a.scratch.runs[source * d.experts + e];
     const int32_t b = a.scratch.tile_prefix[(source * a.tiles + tile) * d.experts + e];
     const bool matters =
@@ -57,44 +57,76 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
   }
   __syncthreads();
 
-  // Warps own consecutive ids, so that ranks among equal ids follow id order. First every warp counts, then it places.
-  const int of_warp = static_cast<int>((a.tile + kThreads - 1) / kThreads) * 32;
-  const int end = min((warp + 1) * of_warp, count);
+  // The list, in order.
+  const int32_t ids[kIdsOfThread] = {static_cast<int32_t>(packed.x & 0xffff), static_cast<int32_t>(packed.x >> 16),
+                                     static_cast<int32_t>(packed.y & 0xffff), static_cast<int32_t>(packed.y >> 16)};
+  uint32_t matter = 0;
+#pragma unroll
+  for (int j = 0; j < kIdsOfThread; ++j) {
+    if (mine + j >= count) break;
+    const bool matters = ids[j] != kUnrouted && before[ids[j]] >= 0;
+    matter |= matters ? 1u << j : 0u;
+    my_row[mine + j] = matters ? ids[j] : -1;
+    if (!matters) keep(mine + j, {-1, -1});
+  }
+  int32_t at = __popc(matter);
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int32_t left = __shfl_up_sync(kAllLanes, at, offset);
+    if (lane >= offset) at += left;
+  }
+  if (lane == 31) of_warp[warp] = at;
+  at -= __popc(matter);
+  __syncthreads();
+  int length = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) {
+    if (w < warp) at += of_warp[w];
+    length += of_warp[w];
+  }
+  for (; matter != 0; matter &= matter - 1)
+    list[at++] = static_cast<uint16_t>(mine + __ffs(static_cast<int>(matter)) - 1);
+
+  // Warps own consecutive parts of it, so that ranks among equal ids follow id order. First every warp counts, then it
+  // places.
+  const int warps = length <= kFewIds ? 1 : kWarps;
+  uint16_t* seen = reinterpret_cast<uint16_t*>(lanes + warps * d.experts);
+  for (int i = thread; i < warps * d.experts; i += kThreads) {
+    lanes[i] = 0;
+    seen[i] = 0;
+  }
+  __syncthreads();
+  const int share = (length + 32 * warps - 1) / (32 * warps) * 32;
+  const int end = warp < warps ? min((warp + 1) * share, length) : 0;
   uint32_t* holders = lanes + warp * d.experts;
   uint16_t* so_far = seen + warp * d.experts;
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
+  for (int pass = warps == 1 ? 1 : 0; pass < 2; ++pass) {
 #pragma unroll 1
-    for (int base = warp * of_warp; base < end; base += 32) {
-      const int i = base + lane;
-      const int32_t id = i < end ? my_row[i] : kUnrouted;
-      const bool routed = id != kUnrouted && before[id] >= 0;
-      Place place{-1, -1};
-      if (__any_sync(kAllLanes, routed)) {
-        if (routed) atomicOr(&holders[id], 1u << lane);
-        __syncwarp();
-        const uint32_t peers = routed ? holders[id] : 0;  // lanes with the same id
-        if (pass == 1 && routed) {
-          const int32_t index = before[id] + so_far[id] + __popc(peers & ((1u << lane) - 1u));
-          place = run[id] >= 0 ? RunPlace(run[id], index) : Locate(d, t, id, source, index);
-        }
-        __syncwarp();
-        if (lane == __ffs(static_cast<int>(peers)) - 1) {
-          holders[id] = 0;
-          so_far[id] = static_cast<uint16_t>(so_far[id] + __popc(peers));
-        }
-        __syncwarp();
+    for (int base = warp * share; base < end; base += 32) {
+      const bool listed = base + lane < end;
+      const int i = listed ? list[base + lane] : 0;
+      const int32_t id = listed ? my_row[i] : 0;
+      if (listed) atomicOr(&holders[id], 1u << lane);
+      __syncwarp();
+      const uint32_t peers = listed ? holders[id] : 0;  // lanes with the same id
+      if (pass == 1 && listed) {
+        const int32_t index = before[id] + so_far[id] + __popc(peers & ((1u << lane) - 1u));
+        const Place place = run[id] >= 0 ? RunPlace(run[id], index) : Locate(d, t, id, source, index);
+        my_row[i] = place.rank == v.rank ? place.row : -1;
+        keep(i, place);
       }
-      if (pass == 0 || i >= end) continue;
-      my_row[i] = place.rank == v.rank ? place.row : -1;
-      if (own) {
-        a.plan.dst_rank[first + i] = place.rank;
-        a.plan.dst_row[first + i] = place.row;
+      __syncwarp();
+      if (lane == __ffs(static_cast<int>(peers)) - 1) {
+        holders[id] = 0;
+        so_far[id] = static_cast<uint16_t>(so_far[id] + __popc(peers));
       }
+      __syncwarp();
     }
     __syncthreads();
     if (pass == 1) break;
-    for (int e = static_cast<int>(threadIdx.x); e < d.experts; e += kThreads) {
+#pragma unroll 1
+    for (int e = thread; e < d.experts; e += kThreads) {
       uint16_t sum = 0;
 #pragma unroll 1
       for (int w = 0; w < kWarps; w += kBatch) {
@@ -111,7 +143,7 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
     __syncthreads();
   }
   // A token's rows on this rank, in k order: the first is the primary, each names the next.
-  for (int token = static_cast<int>(threadIdx.x); token * d.topk < count; token += kThreads) {
+  for (int token = thread; token * d.topk < count; token += kThreads) {
     int32_t primary = -1;
     int32_t last = -1;
 #pragma unroll 1

@@ -10,8 +10,29 @@ inline size_t TablesShared(const DomainShape& d) {
          static_cast<size_t>(MaxMoves(d)) * sizeof(Move);
 }
 
-// Moves, alloc and groups, by one block in its shared memory. A warp decides the moves: a chain of small argmax, which
-// more threads would only slow down.
+// totals [E] in the first block's shared memory: rows of each expert, by eight lanes for each of a block's share of
+// them. Called by all blocks of the cluster.
+__device__ inline void SumCounts(const RankViewGpu& v, const PlanArgs& a, int32_t* totals) {
+  const auto cluster = cooperative_groups::this_cluster();
+  const DomainShape& d = v.shape;
+  const int32_t* count = Tables(v, a).count;
+  int32_t* to = cluster.map_shared_rank(totals, 0);
+  constexpr int kLanes = 8;
+  constexpr int kAtOnce = kClusterBlocks * kThreads / kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % kLanes;
+  const int first = static_cast<int>(cluster.block_rank()) * kThreads + static_cast<int>(threadIdx.x);
+#pragma unroll 1
+  for (int base = 0; base < d.experts; base += kAtOnce) {  // lanes of a warp stay together
+    const int e = base + first / kLanes;
+    int32_t sum = 0;
+#pragma unroll 4
+    for (int r = lane; r < d.ranks && e < d.experts; r += kLanes) sum += count[r * d.experts + e];
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(kAllLanes, sum, offset);
+    if (lane == 0 && e < d.experts) to[e] = sum;
+  }
+}
+
+// Moves, alloc and groups, by one block in its shared memory, which starts with the totals.
 __device__ inline void Decide(const RankViewGpu& v, const PlanArgs& a, int32_t* shared) {
   const DomainShape& d = v.shape;
   int32_t* totals = shared;  // [E]
@@ -25,20 +46,9 @@ __device__ inline void Decide(const RankViewGpu& v, const PlanArgs& a, int32_t* 
   int32_t* slots_row = home_rows + d.ranks;
   s.moves = reinterpret_cast<Move*>(slots_row + d.ranks);  // [E + R]
   __shared__ int32_t moves;
+  __shared__ int32_t total;
+  __shared__ bool cascade;
   const PlanTables t = Tables(v, a);
-  for (int e = static_cast<int>(threadIdx.x); e < d.experts; e += kThreads) {
-    int32_t total = 0;
-#pragma unroll 1
-    for (int r = 0; r < d.ranks; r += kBatch) {  // loads first: each alone would wait for memory
-      int32_t here[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) here[i] = r + i < d.ranks ? t.count[(r + i) * d.experts + e] : 0;
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) total += here[i];
-    }
-    totals[e] = total;
-  }
-  __syncthreads();
   const WarpTeam<Narrow, 1> warp;
   const int epn = d.epn();
   const int first = static_cast<int>(threadIdx.x) / 32;
@@ -47,16 +57,36 @@ __device__ inline void Decide(const RankViewGpu& v, const PlanArgs& a, int32_t* 
     if (warp.rank() == 0) a.plan.home_rows[r] = home_rows[r] = rows;
   }
   __syncthreads();
-  if (threadIdx.x < 32) {
-    const int32_t total = warp.sum(d.ranks, [&](int r) { return home_rows[r]; });
-    const auto moves_by = [&](const auto& team) { return PlanMoves(team, d, totals, home_rows, s); };
-    const PlannerResult result = total >= 1 << 22 ? moves_by(WarpTeam<Wide, kMaxRanks / 32>{})
-                                 : d.ranks > 32   ? moves_by(WarpTeam<Narrow, kMaxRanks / 32>{})
-                                                  : moves_by(WarpTeam<Narrow, 1>{});
-    if (threadIdx.x == 0) moves = result.moves;
+  // A warp decides on moves: a chain of small argmax, which more threads would only slow down.
+  const auto by_warp = [&](auto body) {
+    if (total >= 1 << 22) {
+      body(WarpTeam<Wide, kMaxRanks / 32>{});
+    } else if (d.ranks > 32) {
+      body(WarpTeam<Narrow, kMaxRanks / 32>{});
+    } else {
+      body(WarpTeam<Narrow, 1>{});
+    }
+  };
+  if (first == 0) {
+    const int32_t sum = warp.sum(d.ranks, [&](int r) { return home_rows[r]; });
+    if (warp.rank() == 0) total = sum;
+    __syncwarp();
+    by_warp([&](const auto& team) {
+      const PlannerResult result = PlanMoves(team, d, totals, home_rows, s);
+      if (warp.rank() == 0) {
+        moves = result.moves;
+        cascade = result.cascade;
+      }
+    });
     for (int r = warp.rank(); r < d.ranks; r += 32) a.plan.rank_rows[r] = RankRows(d, s, total, r);
   }
   __syncthreads();
+  if (cascade) {
+    by_warp([&](const auto& team) {
+      for (int h = first; h < d.ranks; h += kWarps) FillReceivers(team, d, h, s, &moves);
+    });
+    __syncthreads();
+  }
   for (int r = first; r < d.ranks; r += kWarps) {
     const int32_t row =
         BuildOwnGroups(warp, d, t, s.at_home, r, r == v.rank ? a.plan.group_sizes : nullptr, a.plan.group_rows);
@@ -118,6 +148,8 @@ __device__ inline void MakeTables(const RankViewGpu& v, const PlanArgs& a, int32
     if (block == 0) PoisonTables(v, a);
     return;
   }
+  SumCounts(v, a, shared);
+  cluster.sync();
   if (block == 0) {
     Decide(v, a, shared);
   } else {  // meanwhile

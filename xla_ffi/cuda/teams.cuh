@@ -119,6 +119,11 @@ class WarpTeam : public LaneTeam<32, 4> {
     __syncwarp();
   }
 
+  __device__ int32_t take(int32_t* counter) const {
+    const int32_t before = rank() == 0 ? atomicAdd(counter, 1) : 0;
+    return __shfl_sync(kAllLanes, before, 0);
+  }
+
   template <class F>
   __device__ int32_t sum(int n, F value) const {
     int32_t part = 0;
