@@ -9,6 +9,8 @@ namespace moonep {
 
 // `multiple` is a power of two.
 MOONEP_HD constexpr int64_t AlignUp(int64_t value, int64_t multiple) { return (value + multiple - 1) & -multiple; }
+// The same for rows of one group, in the arithmetic that a device is fast at.
+MOONEP_HD constexpr int32_t PadRows(int32_t rows, int32_t padding) { return (rows + padding - 1) & -padding; }
 
 // Static numbers of one domain; equal on all ranks (setup compares them).
 struct DomainShape {

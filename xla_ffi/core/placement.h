@@ -58,11 +58,11 @@ MOONEP_HD int32_t BuildOwnGroups(const Team& team, const DomainShape& d, const P
                                  int32_t rank, int32_t* group_sizes, int32_t* group_rows) {
   const int32_t epn = d.epn();
   const int32_t first = rank * epn;
-  auto padded = [&](int i) { return AlignUp(at_home[first + i], d.padding); };
+  auto padded = [&](int i) { return PadRows(at_home[first + i], d.padding); };
   return static_cast<int32_t>(team.scan(epn, padded, [&](int i, int64_t row) {
     t.group_row[static_cast<int64_t>(first + i) * d.ranks + rank] = static_cast<int32_t>(row);
     if (group_sizes == nullptr) return;
-    group_sizes[i] = static_cast<int32_t>(padded(i));
+    group_sizes[i] = padded(i);
     group_rows[i] = at_home[first + i];
   }));
 }
@@ -88,12 +88,12 @@ MOONEP_HD void BuildSlots(const Team& team, const DomainShape& d, const PlanTabl
     for (int j = 0; j < count; ++j) {
       const bool below = moves[j].to == move.to && moves[j].expert < move.expert;
       slot += below ? 1 : 0;
-      row += below ? static_cast<int32_t>(AlignUp(moves[j].rows, d.padding)) : 0;
+      row += below ? PadRows(moves[j].rows, d.padding) : 0;
     }
     t.slot_expert[move.to * epn + slot] = move.expert;
     t.group_row[static_cast<int64_t>(move.expert) * d.ranks + move.to] = row;
     if (move.to != me) continue;
-    group_sizes[slot] = static_cast<int32_t>(AlignUp(move.rows, d.padding));
+    group_sizes[slot] = PadRows(move.rows, d.padding);
     group_rows[slot] = move.rows;
   }
 }

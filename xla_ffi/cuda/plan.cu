@@ -20,11 +20,6 @@ using namespace plan;
 
 constexpr int kPeersOfBlock = 8;  // that a block pushes its tile to
 
-__device__ inline int32_t Peer(const RankViewGpu& v, int32_t turn) {
-  const int32_t r = v.rank + turn;
-  return r < v.shape.ranks ? r : r - v.shape.ranks;
-}
-
 // Whether a peer has raised an error; with all other loads of the kernel's start on their way. Called by a whole block.
 __device__ inline bool AnyError(const RankViewGpu& v) {
   const int r = static_cast<int>(threadIdx.x);
@@ -135,7 +130,8 @@ __global__ void __launch_bounds__(kThreads, 3)
     PlanPlace(const __grid_constant__ RankViewGpu v, const __grid_constant__ PlanArgs a) {
   extern __shared__ int32_t shared[];
   StreamTurn();
-  PlaceTile(v, a, blockIdx.x, static_cast<int>(blockIdx.y), shared);
+  // Tiles of this rank first: they take longest.
+  PlaceTile(v, a, blockIdx.x, Peer(v, static_cast<int>(blockIdx.y)), shared);
 }
 
 __global__ void __launch_bounds__(kThreads)

@@ -24,4 +24,10 @@ __device__ inline PlanTables Tables(const RankViewGpu& v, const PlanArgs& a) {
   return {count, s.alloc, s.src_prefix, s.dst_prefix, s.group_row, a.plan.slot_expert};
 }
 
+// Ranks in turn, from this one on.
+__device__ inline int32_t Peer(const RankViewGpu& v, int32_t turn) {
+  const int32_t r = v.rank + turn;
+  return r < v.shape.ranks ? r : r - v.shape.ranks;
+}
+
 }  // namespace moonep::plan

@@ -111,7 +111,7 @@ class LaneBoard {
 
 // A whole warp; boards of up to 32 * kPerLane numbers.
 template <class Contest, int kPerLane>
-class WarpTeam : public LaneTeam<32, 4> {
+class WarpTeam : public LaneTeam<32> {
  public:
   template <class F>
   __device__ void single(F f) const {
