@@ -33,8 +33,6 @@ def build(domain: Any, mesh: Any, on: bool, args: tuple[Any, ...]) -> Callable[.
     import jax
     from jax.sharding import PartitionSpec as P
 
-    from moonep_jax import primitives
-
     def layer(x: Any, ids: Any, scale: Any, leaf: Any) -> Any:
         d = domain.dispatch(x, ids, scale)
         w = domain.prefetch(d.plan, {"w": leaf})["w"]
@@ -50,11 +48,11 @@ def build(domain: Any, mesh: Any, on: bool, args: tuple[Any, ...]) -> Callable[.
         (_, y), (dx, dscale, dleaf) = jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)(x, scale, leaf)
         return {"y": y, "dx": dx, "dscale": dscale, "dleaf": dleaf}
 
-    primitives.COLLECTIVE_STREAM = on  # read while lowering
+    os.environ["MOONEP_COLLECTIVE_STREAM"] = str(int(on))  # read while lowering
     try:
         return jax.jit(step).lower(*args).compile()
     finally:
-        primitives.COLLECTIVE_STREAM = False
+        del os.environ["MOONEP_COLLECTIVE_STREAM"]
 
 
 def placed(text: str) -> dict[str, int]:

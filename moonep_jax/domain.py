@@ -282,7 +282,9 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         exchange.compare("compare the meshes", topology.fingerprint())
         exchange.describe = lambda p: topology.describe(p, hosts[p].hostname)
         versions = {"version.moonep_jax": __version__, "version.jax": jax.__version__}
-        exchange.compare("compare the configs", {**config.fingerprint(), **versions})
+        # It decides the order of calls on a device, which must be one on all ranks.
+        order = {"MOONEP_COLLECTIVE_STREAM": int(variables.collective_stream)}
+        exchange.compare("compare the configs", {**config.fingerprint(), **versions, **order})
         domain_id = _agree_on_id(exchange)
         parts = shape.chunk_bytes()
         shared = share(exchange, topology, process, parts["total"], backend.memory, variables, hosts)

@@ -34,6 +34,11 @@ VARIABLES: Final = (
     Variable(
         "MOONEP_ROW_COPY", "bulk", "How GPUs send rows: bulk (copies by the memory engine) or vector (16-byte stores)."
     ),
+    Variable(
+        "MOONEP_COLLECTIVE_STREAM",
+        "0",
+        "1: calls on GPUs run on the stream of XLA's collectives, not beside NCCL's kernels (jax 0.11.1 or newer).",
+    ),
 )
 
 
@@ -47,17 +52,22 @@ class Env:
     delay_us: int = 0
     delay_seed: int = 0
     row_copy: RowCopy = "bulk"
+    collective_stream: bool = False
 
 
 def read() -> Env:
     """Reads all variables. Raises ConfigError for a value outside the ones allowed. An empty value is the default."""
-    kind, timeout, poison, delay, seed, copy = (os.environ.get(v.name, "").strip() or v.default for v in VARIABLES)
+    kind, timeout, poison, delay, seed, copy, stream = (
+        os.environ.get(v.name, "").strip() or v.default for v in VARIABLES
+    )
     if kind not in ("auto", "fd", "fabric"):
         raise _bad(0, kind, "auto, fd or fabric")
     if poison not in ("0", "1"):
         raise _bad(2, poison, "0 or 1")
     if copy not in ("bulk", "vector"):
         raise _bad(5, copy, "bulk or vector")
+    if stream not in ("0", "1"):
+        raise _bad(6, stream, "0 or 1")
     return Env(
         mem_handle_type=cast(HandleType, kind),
         setup_timeout_s=_seconds(1, timeout),
@@ -65,6 +75,7 @@ def read() -> Env:
         delay_us=_natural(3, delay),
         delay_seed=_natural(4, seed),
         row_copy=cast(RowCopy, copy),
+        collective_stream=stream == "1",
     )
 
 

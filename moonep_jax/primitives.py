@@ -2,7 +2,7 @@
 
 Every kind of call (forward and backward uses are kinds of their own) is a primitive. A lowering takes a new `site` each
 time it runs, so that calls are told apart by what they are and not by when they come. The calls carry no effect: XLA
-may merge, drop, hoist or recompute them, and does so alike on all ranks. May touch: _compat, native.
+may merge, drop, hoist or recompute them, and does so alike on all ranks. May touch: _compat, env, native.
 """
 
 from __future__ import annotations
@@ -15,13 +15,8 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from moonep_jax import _compat, native
+from moonep_jax import _compat, env, native
 from moonep_jax.errors import OpError, message
-
-# Whether the calls on GPUs go to the stream of XLA's collectives, where they run before or after NCCL's kernels and not
-# beside them (those that a CUDA graph captured run where the graph does). All kinds or none: order on one stream is
-# what the calls rely on. Read when a program is lowered; must be equal on all processes.
-COLLECTIVE_STREAM = False
 
 # Kind numbers and targets are those of xla_ffi/cpu/call.h and module.cc.
 _KINDS = {
@@ -56,7 +51,8 @@ def _lower(
     site = np.int64(_compat.new_site(ctx))
     attributes = {"domain": np.int64(domain), "kind": np.int64(kind), "channel": np.int64(channel), "site": site}
     rule = functools.partial(rule, **attributes)
-    if platform == "cuda" and COLLECTIVE_STREAM and _compat.has_collective_stream():
+    # All kinds or none: order on one stream is what the calls rely on.
+    if platform == "cuda" and env.read().collective_stream and _compat.has_collective_stream():
         return _compat.lower_on_collective_stream(ctx, target, rule, operands)
     return rule(ctx, *operands)
 

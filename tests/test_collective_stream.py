@@ -30,7 +30,7 @@ SITE = re.compile(r"\bsite = (-?\d+) : i64")
 @pytest.fixture
 def stream_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a jaxlib that has the stream, whatever is installed."""
-    monkeypatch.setattr(primitives, "COLLECTIVE_STREAM", True)
+    monkeypatch.setenv("MOONEP_COLLECTIVE_STREAM", "1")
     monkeypatch.setattr(_compat, "has_collective_stream", lambda: True)
 
 
@@ -105,7 +105,7 @@ def test_every_call_is_annotated(make_domain: Any, stream_on: None, name: str, m
     assert text.count("_xla_stream_annotation") == len(inner)
     # One site for each, and the same ones as without.
     sites = SITE.findall(text)
-    monkeypatch.setattr(primitives, "COLLECTIVE_STREAM", False)
+    monkeypatch.setenv("MOONEP_COLLECTIVE_STREAM", "0")
     without = lowered(program(ep, name), "cuda")
     assert "_xla_stream_annotation" not in without and "inlineable" not in without
     assert len(set(sites)) == len(sites) and sorted(sites) == sorted(SITE.findall(without))
@@ -120,7 +120,7 @@ def test_other_platforms_and_versions_see_nothing(
     for version in (False, True):
         monkeypatch.setattr(_compat, "has_collective_stream", lambda version=version: version)
         for on in (False, True):
-            monkeypatch.setattr(primitives, "COLLECTIVE_STREAM", on)
+            monkeypatch.setenv("MOONEP_COLLECTIVE_STREAM", str(int(on)))
             texts[version, on] = [lowered(program(ep, name), platform) for platform in ("cpu", "cuda")]
     cpu, cuda = zip(*texts.values(), strict=True)
     assert len(set(cpu)) == 1
