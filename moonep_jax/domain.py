@@ -283,7 +283,7 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         exchange.describe = lambda p: topology.describe(p, hosts[p].hostname)
         versions = {"version.moonep_jax": __version__, "version.jax": jax.__version__}
         # It decides the order of calls on a device, which must be one on all ranks.
-        order = {"MOONEP_COLLECTIVE_STREAM": int(variables.collective_stream)}
+        order = {"MOONEP_COLLECTIVE_STREAM": str(int(variables.collective_stream))}
         exchange.compare("compare the configs", {**config.fingerprint(), **versions, **order})
         domain_id = _agree_on_id(exchange)
         parts = shape.chunk_bytes()
