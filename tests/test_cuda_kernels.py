@@ -57,6 +57,26 @@ def test_many_tiles(shape: Shape, name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (Shape(72, 48, 4, 288, 8), "lognormal_8"),
+        (Shape(72, 300, 8, 288, 8), "one_home"),
+        (Shape(33, 64, 2, 66, 8), "crowded"),
+        (Shape(64, 8192, 8, 128, 8), "uniform"),  # so many rows that the planner compares with wider numbers
+    ],
+    ids=str,
+)
+def test_plans_of_many_ranks(shape: Shape, name: str) -> None:
+    ids = routing(name, shape, 3)
+    with Run(shape) as run:
+        plan = run.blank_plan()
+        run.call("plan", [run.put(ids)], list(plan.values()))
+        run.group.sync()
+        for array, want in plan_arrays(reference.plan(ids, shape.E, 8)).items():
+            same(stacked(plan[array]), want, array)
+
+
+@pytest.mark.parametrize(
     ("dtype", "leaf", "stage"),
     [(BF16, (96, 40), 1 << 30), (np.float32, (33, 5), 64), (np.float16, (7,), 640), (np.int8, (3, 3), 64)],
 )

@@ -7,8 +7,9 @@
 namespace moonep {
 namespace {
 
-constexpr int kThreads = 512;  // sums need more registers than copies
-constexpr int kUnroll = 4;     // loads in flight per lane
+constexpr int kThreads = 512;       // sums need more registers than copies
+constexpr int kWholeThreads = 384;  // two bodies and the waits in one kernel: more would spill
+constexpr int kUnroll = 4;          // loads in flight per lane
 
 // The rows of one token on this rank are summed and stored in the source's return buffer. exact: every row travels as
 // it is, its weight beside it. kEager: the row is loaded before it is known to matter, which is one trip to memory
@@ -182,12 +183,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   StreamTurn();
   LetNextStart();
   ControlBlockGpu::PartState& part = State(v, Part::kReturns);
-  Pass(ReduceRows<E, V, 2, 2>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
+  Pass(ReduceRows<E, V, 2, 1>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
   Tail(part, [&] { PublishConsumed(v, Part::kReturns, part); });
 }
 
 template <class E, class V>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kWholeThreads, 1)
     CombineWhole(const __grid_constant__ RankViewGpu v, const __grid_constant__ CombineArgs a,
                  const __grid_constant__ CallId id, const __grid_constant__ Cut send,
                  const __grid_constant__ Cut local) {
@@ -234,7 +235,7 @@ cudaError_t LaunchCombineWhole(const RankViewGpu& v, const CombineArgs& a, const
   return WithRows(a.type, v.shape.row_bytes, Address(a.out) | Address(a.y), [&](auto element, auto vector) {
     using E = decltype(element);
     using V = decltype(vector);
-    const LaunchShape shape = WholeShape(a.rows, VectorsOf<V>(v), kUnroll, kThreads);
+    const LaunchShape shape = WholeShape(a.rows, VectorsOf<V>(v), kUnroll, kWholeThreads);
     const Cut send = Cut::Of(a.rows, VectorsOf<V>(v), WarpsOf(shape));
     const Cut local = Cut::Of(a.tokens, VectorsOf<V>(v), WarpsOf(shape));
     return LaunchKernel(CombineWhole<E, V>, shape, stream, v, a, id, send, local);

@@ -9,7 +9,9 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int64_t kPiece = 64 * 1024;  // bytes that a block moves at a time
-constexpr int kUnroll = 8;
+// Loads in flight per thread; narrow ones are for odd sizes, which need no more than to work without spills.
+template <class V>
+constexpr int kUnrollOf = sizeof(V) == 16 ? 8 : 4;
 constexpr int kSumUnroll = 4;
 
 __device__ inline ControlBlockGpu::PartState& State(const RankViewGpu& v) {
@@ -83,15 +85,19 @@ __device__ inline Span InWindow(const WeightArgs& a, const Leaf& leaf) {
 // blocks. span(leaf) says what part of a leaf is wanted.
 template <class SpanOf, class Body>
 __device__ inline void ForPieces(const WeightArgs& a, int64_t count, SpanOf span_of, Body body) {
-  int64_t pieces = 0;
-  for (int l = 0; l < a.leaves; ++l) pieces += (span_of(a.leaf[l]).bytes + kPiece - 1) / kPiece;
-  for (int64_t item = blockIdx.x; item < count * pieces; item += gridDim.x) {
-    int64_t piece = item % pieces;
+  const auto pieces_of = [](const Span& span) { return static_cast<uint32_t>((span.bytes + kPiece - 1) / kPiece); };
+  uint32_t pieces = 0;
+  for (int l = 0; l < a.leaves; ++l) pieces += pieces_of(span_of(a.leaf[l]));
+  // 2^32 pieces would be 2^48 bytes.
+  const uint32_t items = static_cast<uint32_t>(count) * pieces;
+  for (uint32_t item = blockIdx.x; item < items; item += gridDim.x) {
+    const uint32_t index = item / pieces;
+    uint32_t piece = item - index * pieces;
     for (int l = 0; l < a.leaves; ++l) {
       const Span span = span_of(a.leaf[l]);
-      const int64_t of_leaf = (span.bytes + kPiece - 1) / kPiece;
+      const uint32_t of_leaf = pieces_of(span);
       if (piece < of_leaf) {
-        body(item / pieces, a.leaf[l], span, piece * kPiece, min(kPiece, span.bytes - piece * kPiece));
+        body(index, a.leaf[l], span, piece * kPiece, min(kPiece, span.bytes - piece * kPiece));
         break;
       }
       piece -= of_leaf;
@@ -102,6 +108,7 @@ __device__ inline void ForPieces(const WeightArgs& a, int64_t count, SpanOf span
 // Copies bytes with all threads of the block; to(k) for k < copies are the places it goes to.
 template <class V, class To>
 __device__ inline void CopyTo(const std::byte* from, int64_t bytes, int copies, To to) {
+  constexpr int kUnroll = kUnrollOf<V>;
   const int64_t n = bytes / static_cast<int64_t>(sizeof(V));
   const V* in = reinterpret_cast<const V*>(from);
   for (int64_t i = threadIdx.x; i < n; i += static_cast<int64_t>(blockDim.x) * kUnroll) {
@@ -142,7 +149,7 @@ __global__ void __launch_bounds__(kThreads)
     const int epn = v.shape.epn();
     ForPieces(
         a, replicas.actives, [&](const Leaf& leaf) { return InWindow(a, leaf); },
-        [&](int64_t index, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
+        [&](uint32_t index, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
           const int e = replicas.active[index];
           const int first = replicas.start[e];
           const int copies = replicas.start[e + 1] - first;
@@ -168,7 +175,7 @@ template <class V, class Elsewhere>
 __device__ inline void LocalRows(const RankViewGpu& v, const WeightArgs& a, Elsewhere elsewhere) {
   ForPieces(
       a, v.shape.groups(), [](const Leaf& leaf) { return Span{0, 0, leaf.bytes}; },
-      [&](int64_t row, const Leaf& leaf, const Span&, int64_t at, int64_t bytes) {
+      [&](uint32_t row, const Leaf& leaf, const Span&, int64_t at, int64_t bytes) {
         if (row >= leaf.out_rows || leaf.in == leaf.out || elsewhere(row)) return;
         std::byte* to = leaf.out + row * leaf.bytes + at;
         if (row < leaf.in_rows) {
@@ -201,7 +208,7 @@ __global__ void __launch_bounds__(kThreads)
     if (a.round == 0) LocalRows<V>(v, a, [&](int64_t row) { return row >= epn && SlotUsed(v, a, row - epn); });
     ForPieces(
         a, epn, [&](const Leaf& leaf) { return InWindow(a, leaf); },
-        [&](int64_t slot, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
+        [&](uint32_t slot, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
           if (!SlotUsed(v, a, slot)) return;
           CopyTo<V>(Stage(v, a, v.rank, slot) + span.stage + at, bytes, 1,
                     [&](int) { return leaf.out + (epn + slot) * leaf.bytes + span.offset + at; });
@@ -220,7 +227,7 @@ __global__ void __launch_bounds__(kThreads)
   if (part.live != 0) {
     ForPieces(
         a, epn, [&](const Leaf& leaf) { return InWindow(a, leaf); },
-        [&](int64_t slot, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
+        [&](uint32_t slot, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
           if (!SlotUsed(v, a, slot)) return;
           const int64_t row = (epn + slot) * leaf.bytes + span.offset + at;
           CopyTo<V>(leaf.in + row, bytes, 1, [&](int) { return Stage(v, a, v.rank, slot) + span.stage + at; });
@@ -283,7 +290,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     ForPieces(
         a, replicas.actives, [&](const Leaf& leaf) { return InWindow(a, leaf); },
-        [&](int64_t index, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
+        [&](uint32_t index, const Leaf& leaf, const Span& span, int64_t at, int64_t bytes) {
           const int e = replicas.active[index];
           const int64_t row = e * leaf.bytes + span.offset + at;
           auto add = [&](auto element) {
