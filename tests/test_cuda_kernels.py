@@ -262,6 +262,35 @@ def test_many_calls_in_flight() -> None:
                     same(array[:, i], want, f"turn {i}, call {j}")
 
 
+def test_a_peer_may_be_one_plan_ahead() -> None:
+    """A rank ends a plan and sends the next one before the others look for its first word, which is gone by then."""
+    shape = Shape(3, 48, 4, 12, 8)
+    with Run(shape, whole=False) as run:
+        ids = [routing("anything", shape, seed) for seed in range(2)]
+        plans = [run.blank_plan() for _ in ids]
+        first, second = (
+            {
+                r: gpu_kit.Call("plan", args, rets, site)
+                for r, (args, rets) in enumerate(
+                    zip(gpu_kit.by_rank([run.put(ids[site])]), gpu_kit.by_rank(plans[site].values()), strict=True)
+                )
+            }
+            for site in range(2)
+        )
+        others = lambda calls: {r: calls[r] for r in (1, 2)}  # noqa: E731
+        run.group.enqueue(first, ("send",))
+        run.group.enqueue({0: first[0]}, ("wait", "local"))
+        run.group.enqueue({0: second[0]}, ("send",))
+        run.group.sync()
+        run.group.enqueue(others(first), ("wait", "local"))
+        run.group.enqueue(others(second), ("send",))
+        run.group.enqueue(second, ("wait", "local"))
+        run.group.sync()
+        for of_rank, plan in zip(ids, plans, strict=True):
+            for name, want in plan_arrays(reference.plan(of_rank, shape.E, 8)).items():
+                same(stacked(plan[name]), want, name)
+
+
 # -- for compute-sanitizer: everything once, small ---------------------------------------------------------------------
 
 

@@ -81,9 +81,18 @@ __device__ inline CallState StateOf(const ControlBlockGpu::PartState& part) {
 // second trip to memory. Later turns only look.
 constexpr uint32_t kEagerTurns = 64;
 
-// One block; waits until every rank's word in `words` reaches `epoch` (and, if `check_tag`, carries the call's tag).
-// Returns true on all threads when all came in time. Needs at least shape.ranks threads.
-__device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, uint32_t epoch, bool check_tag,
+// What a wait expects of a word, besides its epoch.
+enum class Expect {
+  kAnyTag,
+  kTag,
+  // A plan gives no credits, so a peer may be one epoch ahead, and its word of this epoch gone. It has then met this
+  // rank's tag of this epoch and found it equal to its own. (tests/model/gpu.pml checks it.)
+  kTagOrNext,
+};
+
+// One block; waits until every rank's word in `words` reaches `epoch` with what is expected. Returns true on all
+// threads when all came in time. Needs at least shape.ranks threads.
+__device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, uint32_t epoch, Expect expect,
                                   const CallState& call) {
   __shared__ uint64_t missing[2];
   __shared__ int32_t other;   // a rank that came with another call
@@ -103,7 +112,9 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
       const uint32_t got = static_cast<uint32_t>(word >> 32);
       if (static_cast<int32_t>(got - epoch) >= 0) {
         if (!eager) LoadAcquireSys(&words[r].value);  // what the peer wrote before it is now visible here and later
-        if (check_tag && (got != epoch || static_cast<uint32_t>(word) != call.tag)) {
+        const bool same = got == epoch && static_cast<uint32_t>(word) == call.tag;
+        const bool next = expect == Expect::kTagOrNext && got == epoch + 1;
+        if (expect != Expect::kAnyTag && !same && !next) {
           atomicExch(&other, r);
           atomicOr(reinterpret_cast<unsigned long long*>(&missing[r / 64]), 1ull << (r % 64));
         }
@@ -111,8 +122,11 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
       }
       if (turn == 0) start = WallClockNs();
       if (turn % 64 == 63) {
-        if (LoadRelaxedSys(&own.error[r].value) != 0) {
-          atomicExch(&failed, r);
+        // Any peer's error ends the wait, also that of one whose word is here: it knows who is missing. In turn,
+        // because few threads may be left.
+        const int peer = static_cast<int>((r + turn / 64) % static_cast<uint32_t>(v.shape.ranks));
+        if (LoadRelaxedSys(&own.error[peer].value) != 0) {
+          atomicExch(&failed, peer);
           break;
         }
         const bool first = own.seen[call.site % 1024] != call.site;
@@ -137,7 +151,7 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
                      own.seen[call.site % 1024] != call.site ? own.first_limit_ns : own.limit_ns});
     }
   }
-  if (r == 0 && complete && check_tag) own.seen[call.site % 1024] = call.site;
+  if (r == 0 && complete && expect != Expect::kAnyTag) own.seen[call.site % 1024] = call.site;
   return complete;
 }
 
@@ -223,13 +237,14 @@ __device__ inline CallState BeginCall(const RankViewGpu& v, Part which, const Ca
   const int32_t failed = __syncthreads_or(error != 0) ? FailedRank(v) : -1;
   CallState call = DecideCall(v, id, failed, from);
   const bool wait = __syncthreads_or(late) != 0;
-  if (wait && call.live != 0 && !WaitForAll(v, credits, from.epoch, false, call)) call.live = 0;
+  if (wait && call.live != 0 && !WaitForAll(v, credits, from.epoch, Expect::kAnyTag, call)) call.live = 0;
   return call;
 }
 
 // Waits for the data of all ranks; called by a whole block. Returns whether it came.
 __device__ inline bool WaitArrived(const RankViewGpu& v, Part which, const CallState& call) {
-  return call.live != 0 && WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, true, call);
+  const Expect expect = which == Part::kIds ? Expect::kTagOrNext : Expect::kTag;
+  return call.live != 0 && WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, expect, call);
 }
 __device__ inline void WaitArrived(const RankViewGpu& v, Part which) {
   ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
