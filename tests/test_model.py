@@ -15,18 +15,23 @@ import pytest
 MODELS = Path(__file__).parent / "model"
 COMPILER = next(filter(shutil.which, ("gcc", "clang", "cc")), None)
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("spin") is None or COMPILER is None, reason="needs spin and a C compiler (apt-get install spin gcc)"
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        shutil.which("spin") is None or COMPILER is None,
+        reason="needs spin and a C compiler (apt-get install spin gcc)",
+    ),
+]
 
 PLANS, MOVES = "PROGRAM=0", "PROGRAM=7"  # three plans; three calls that move rows
 MIXED = ("PROGRAM=2", "PROGRAM=5", "PROGRAM=6")
 GPU = [
-    *((f"N={n}", "CALLS=3", program) for n in (2, 3) for program in (PLANS, MOVES, *MIXED)),
+    *(("N=3", "CALLS=3", program) for program in (PLANS, MOVES, *MIXED)),
     *(("N=3", "CALLS=3", program, "CRASH") for program in (PLANS, MOVES, *MIXED)),
-    *(("N=2", "CALLS=4", program, "CRASH") for program in ("PROGRAM=10", "PROGRAM=12", "PROGRAM=3")),
-    *(("N=3", "CALLS=3", program, skip) for program in (PLANS, MOVES, "PROGRAM=2") for skip in ("SKIP=1", "SKIP=2")),
-    *(("N=2", "CALLS=3", program, "IMPATIENT") for program in (PLANS, MOVES, *MIXED)),
+    *(("N=2", "CALLS=4", program, "CRASH") for program in ("PROGRAM=10", "PROGRAM=12")),
+    *(("N=3", "CALLS=3", program, skip) for program in (PLANS, "PROGRAM=2") for skip in ("SKIP=1", "SKIP=2")),
+    ("N=3", "CALLS=3", MOVES, "SKIP=1"),
+    *(("N=2", "CALLS=3", program, "IMPATIENT") for program in (PLANS, MOVES, "PROGRAM=2")),
     ("N=3", "CALLS=2", "PROGRAM=2", "IMPATIENT"),
 ]
 # What is broken, where it shows, and the part of the model that must notice.
@@ -75,7 +80,7 @@ def check(model: str, flags: tuple[str, ...], where: Path) -> tuple[int, str]:
     )
     assert built.returncode == 0 and (where / "pan.c").exists(), built.stdout + built.stderr
     # SAFETY: assertions and ranks that stop; nothing is asked of infinite runs, and there are none.
-    compiler = [str(COMPILER), "-O2", "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=4096", "-o", "pan", "pan.c"]
+    compiler = [str(COMPILER), "-O1", "-w", "-DSAFETY", "-DCOLLAPSE", "-DMEMLIM=4096", "-o", "pan", "pan.c"]
     subprocess.run(compiler, cwd=where, check=True, timeout=120)
     # -m: deeper than any run is; a search that was cut off says so and fails.
     ran = subprocess.run(["./pan", "-m100000"], cwd=where, capture_output=True, text=True, timeout=280)

@@ -49,13 +49,14 @@ __device__ inline void RaiseError(const RankViewGpu& v, const ErrorRecord& recor
   const uint64_t mine = static_cast<uint64_t>(v.rank) + 1;
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&own.error[v.rank].value), 0ull, mine) != 0ull) return;
   own.record = record;
-  *v.host_record = record;
-  v.host_record->code = 0;
+  ErrorRecord told = record;
+  told.code = 0;
+  *v.host_record = told;
   for (int r = 0; r < v.shape.ranks; ++r) {
     if (r != v.rank) StoreReleaseSys(&v.control(r).error[v.rank].value, mine);
   }
   __threadfence_system();  // the host must not see the code before the rest
-  *reinterpret_cast<volatile uint32_t*>(&v.host_record->code) = record.code;
+  *reinterpret_cast<volatile uint32_t*>(&v.host_record->code) = own.record.code;
 }
 
 // A peer has an error: take over its record, so that every rank reports the origin. Called by one thread.
@@ -179,6 +180,20 @@ __device__ inline Opening ReadOpening(const RankViewGpu& v, Part which, const Ca
   return {part.epoch, part.busy, id.ticket != nullptr ? *id.ticket : 0};
 }
 
+// This thread's part of a look at the peers' error words.
+__device__ inline uint64_t ErrorOfPeer(const RankViewGpu& v) {
+  const int r = static_cast<int>(threadIdx.x);
+  return r < v.shape.ranks ? LoadRelaxedSys(&v.own().error[r].value) : 0;
+}
+
+// Makes all threads agree on what each has read: FailedRank, and `from` busy or not, which a call that should not be in
+// flight may change meanwhile. Most often nothing is wrong, and this is one barrier. Called by a whole block.
+__device__ inline int32_t Agree(const RankViewGpu& v, uint64_t error, Opening* from) {
+  if (__syncthreads_or(error != 0 || from->busy != 0) == 0) return -1;
+  from->busy = __syncthreads_or(from->busy != 0) != 0 ? 1 : 0;
+  return FailedRank(v);
+}
+
 // What a call is: its epoch, ticket and tag, and whether it is live, that is, may touch peers. `failed` comes from
 // FailedRank. Called by a whole block; all threads get it.
 __device__ inline CallState DecideCall(const RankViewGpu& v, const CallId& id, int32_t failed, const Opening& from) {
@@ -213,15 +228,6 @@ __device__ inline void RecordCall(const RankViewGpu& v, Part which, const CallSt
   part.ticket = call.ticket;
 }
 
-// Both, for a call without credits. Returns whether it is live.
-__device__ inline bool OpenCall(const RankViewGpu& v, Part which, const CallId& id, int32_t failed) {
-  const CallState call = DecideCall(v, id, failed, ReadOpening(v, which, id));
-  __syncthreads();
-  RecordCall(v, which, call);
-  __syncthreads();
-  return call.live != 0;
-}
-
 // Decides on a call and waits for its credits: a receiver may still copy out what was sent in the epoch before. The
 // caller records it.
 __device__ inline CallState BeginCall(const RankViewGpu& v, Part which, const CallId& id) {
@@ -230,11 +236,11 @@ __device__ inline CallState BeginCall(const RankViewGpu& v, Part which, const Ca
   const int r = static_cast<int>(threadIdx.x);
   const bool peer = r < v.shape.ranks;
   // Most often nothing is wrong and all credits are here: then this is the only trip to memory.
-  const Opening from = ReadOpening(v, which, id);
-  const uint64_t error = peer ? LoadRelaxedSys(&own.error[r].value) : 0;
+  Opening from = ReadOpening(v, which, id);
+  const uint64_t error = ErrorOfPeer(v);
   const uint64_t credit = peer ? LoadAcquireSys(&credits[r].value) : 0;
   const bool late = peer && static_cast<int32_t>(static_cast<uint32_t>(credit >> 32) - from.epoch) < 0;
-  const int32_t failed = __syncthreads_or(error != 0) ? FailedRank(v) : -1;
+  const int32_t failed = Agree(v, error, &from);
   CallState call = DecideCall(v, id, failed, from);
   const bool wait = __syncthreads_or(late) != 0;
   if (wait && call.live != 0 && !WaitForAll(v, credits, from.epoch, Expect::kAnyTag, call)) call.live = 0;
