@@ -293,14 +293,40 @@ def test_a_peer_may_be_one_plan_ahead() -> None:
 
 # -- for compute-sanitizer: everything once, small ---------------------------------------------------------------------
 
+SMALL = [(BF16, "dedup", "exact"), (np.float32, "exact", "home")]
+# One launch for a call; several, with rows by bulk copies or by vectors.
+LAUNCHES = [{"whole": True}, {"whole": False}, {"whole": False, "bulk": False}]
 
-@pytest.mark.parametrize(("dtype", "mode", "planner"), [(BF16, "dedup", "exact"), (np.float32, "exact", "home")])
-def test_sanitizer_rows(dtype: Any, mode: str, planner: str) -> None:
-    with Run(Shape(2, 16, 2, 4, 72), 8, dtype, mode, planner, timeout_s=120.0) as run:
+
+@pytest.mark.parametrize("launches", LAUNCHES, ids=["whole", "bulk", "vector"])
+@pytest.mark.parametrize(("dtype", "mode", "planner"), SMALL)
+def test_sanitizer_rows(dtype: Any, mode: str, planner: str, launches: dict[str, bool]) -> None:
+    with Run(Shape(2, 16, 2, 4, 72), 8, dtype, mode, planner, timeout_s=120.0, **launches) as run:
         run.check("partly_unrouted", 0)
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_sanitizer_weights(full: bool) -> None:
+    with Run(Shape(2, 16, 2, 4, 8), stage_bytes=256, timeout_s=120.0) as run:
+        check_weights(run, "one_home", 0, [(24, 8), (5,)], BF16, full)
+
+
+@pytest.mark.parametrize("launches", LAUNCHES, ids=["whole", "bulk", "vector"])
+@pytest.mark.parametrize(("dtype", "mode", "planner"), SMALL)
+def test_sanitizer_unwritten_rows(
+    dtype: Any, mode: str, planner: str, launches: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For initcheck: only control blocks are filled, so it sees reads of what no kernel has written.
+
+    All ids are routed: the returned weights of a token are read together, and those of unrouted ids then not used.
+    """
+    monkeypatch.setattr(gpu_kit, "FILL", False)
+    with Run(Shape(2, 16, 2, 4, 72), 8, dtype, mode, planner, timeout_s=120.0, **launches) as run:
+        run.check("uniform", 0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_sanitizer_unwritten_weights(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kit, "FILL", False)
     with Run(Shape(2, 16, 2, 4, 8), stage_bytes=256, timeout_s=120.0) as run:
         check_weights(run, "one_home", 0, [(24, 8), (5,)], BF16, full)
