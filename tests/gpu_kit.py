@@ -26,6 +26,7 @@ PLAN_ARRAYS = ("dst_rank", "dst_row", "src", "primary", "next", "group_sizes", "
 # A plan's arrays among the operands of dispatch and combine_grad, and of combine and dispatch_grad.
 ROUTE = ("dst_rank", "dst_row", "src", "primary", "next", "ticket")
 BACK = ("dst_rank", "src", "primary", "next", "ticket")
+FILL = True  # False: new memory is left as it is, but for control blocks
 _TYPES = {"float32": 1, "float16": 2, "bfloat16": 3}
 PHASES = ("begin", "send", "wait", "local")
 WHOLE = "whole"  # all of them in one launch
@@ -63,9 +64,13 @@ class Buffer:
         self.nbytes = math.prod(self.shape) * self.dtype.itemsize
         self._base = int(ok(runtime.cudaMalloc(max(self.nbytes + offset, 1))))
         self.pointer = self._base + offset
-        if fill is not None:
-            ok(runtime.cudaMemset(self.pointer, fill, self.nbytes))
-            self._settle()
+        if fill is not None and FILL:
+            self.fill(fill, self.nbytes)
+
+    def fill(self, value: int, nbytes: int) -> None:
+        """Sets the first bytes."""
+        ok(self._runtime.cudaMemset(self.pointer, value, nbytes))
+        self._settle()
 
     @staticmethod
     def of(array: np.ndarray, offset: int = 0) -> Buffer:
@@ -200,8 +205,10 @@ class Group:
 
         self._runtime = runtime
         self.shape = _ffi_cuda.DomainShape(ranks=ranks, **shape)
-        total = self.shape.chunk_bytes()["total"]
-        self.chunks = [Buffer((total,), np.uint8, fill=0) for _ in range(ranks)]
+        parts = self.shape.chunk_bytes()
+        self.chunks = [Buffer((parts["total"],), np.uint8, fill=0) for _ in range(ranks)]
+        for chunk in self.chunks:
+            chunk.fill(0, parts["control"])
         pointers = [c.pointer for c in self.chunks]
         self.ranks = [
             _ffi_cuda.LoopbackRank(

@@ -282,16 +282,71 @@ def test_many_calls_in_flight() -> None:
                     same(array[:, i], want, f"turn {i}, call {j}")
 
 
+def test_a_peer_may_be_one_plan_ahead() -> None:
+    """A rank ends a plan and sends the next one before the others look for its first word, which is gone by then."""
+    shape = Shape(3, 48, 4, 12, 8)
+    with Run(shape, whole=False) as run:
+        ids = [routing("anything", shape, seed) for seed in range(2)]
+        plans = [run.blank_plan() for _ in ids]
+        first, second = (
+            {
+                r: gpu_kit.Call("plan", args, rets, site)
+                for r, (args, rets) in enumerate(
+                    zip(gpu_kit.by_rank([run.put(ids[site])]), gpu_kit.by_rank(plans[site].values()), strict=True)
+                )
+            }
+            for site in range(2)
+        )
+        others = lambda calls: {r: calls[r] for r in (1, 2)}  # noqa: E731
+        run.group.enqueue(first, ("send",))
+        run.group.enqueue({0: first[0]}, ("wait", "local"))
+        run.group.enqueue({0: second[0]}, ("send",))
+        run.group.sync()
+        run.group.enqueue(others(first), ("wait", "local"))
+        run.group.enqueue(others(second), ("send",))
+        run.group.enqueue(second, ("wait", "local"))
+        run.group.sync()
+        for of_rank, plan in zip(ids, plans, strict=True):
+            for name, want in plan_arrays(reference.plan(of_rank, shape.E, 8)).items():
+                same(stacked(plan[name]), want, name)
+
+
 # -- for compute-sanitizer: everything once, small ---------------------------------------------------------------------
 
+SMALL = [(BF16, "dedup", "exact"), (np.float32, "exact", "home")]
+# One launch for a call; several, with rows by bulk copies or by vectors.
+LAUNCHES = [{"whole": True}, {"whole": False}, {"whole": False, "bulk": False}]
 
-@pytest.mark.parametrize(("dtype", "mode", "planner"), [(BF16, "dedup", "exact"), (np.float32, "exact", "home")])
-def test_sanitizer_rows(dtype: Any, mode: str, planner: str) -> None:
-    with Run(Shape(2, 16, 2, 4, 72), 8, dtype, mode, planner, timeout_s=120.0) as run:
+
+@pytest.mark.parametrize("launches", LAUNCHES, ids=["whole", "bulk", "vector"])
+@pytest.mark.parametrize(("dtype", "mode", "planner"), SMALL)
+def test_sanitizer_rows(dtype: Any, mode: str, planner: str, launches: dict[str, bool]) -> None:
+    with Run(Shape(2, 16, 2, 4, 72), 8, dtype, mode, planner, timeout_s=120.0, **launches) as run:
         run.check("partly_unrouted", 0)
 
 
 @pytest.mark.parametrize("full", [False, True])
 def test_sanitizer_weights(full: bool) -> None:
+    with Run(Shape(2, 16, 2, 4, 8), stage_bytes=256, timeout_s=120.0) as run:
+        check_weights(run, "one_home", 0, [(24, 8), (5,)], BF16, full)
+
+
+@pytest.mark.parametrize("launches", LAUNCHES, ids=["whole", "bulk", "vector"])
+@pytest.mark.parametrize(("dtype", "mode", "planner"), SMALL)
+def test_sanitizer_unwritten_rows(
+    dtype: Any, mode: str, planner: str, launches: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For initcheck: only control blocks are filled, so it sees reads of what no kernel has written.
+
+    All ids are routed: the returned weights of a token are read together, and those of unrouted ids then not used.
+    """
+    monkeypatch.setattr(gpu_kit, "FILL", False)
+    with Run(Shape(2, 16, 2, 4, 72), 8, dtype, mode, planner, timeout_s=120.0, **launches) as run:
+        run.check("uniform", 0)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_sanitizer_unwritten_weights(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_kit, "FILL", False)
     with Run(Shape(2, 16, 2, 4, 8), stage_bytes=256, timeout_s=120.0) as run:
         check_weights(run, "one_home", 0, [(24, 8), (5,)], BF16, full)

@@ -283,6 +283,8 @@ void LocalRank::Watch() {
     const char* how = nullptr;
     for (int32_t r : Missing(p, &how)) {
       if (view_.control(r).closed.load() == 0) continue;
+      // A call that moves nothing waits for nobody: it may have been logged since, and the rank done with it.
+      if (entry_ < leader().log_head.load()) return;
       Raise({Failure::kClosed, std::string(KindName(static_cast<int64_t>(key.kind))) + ": " +
                                    view_.labels[static_cast<size_t>(r)] +
                                    " has closed the domain; got a call after its close(), expected none; close() is "

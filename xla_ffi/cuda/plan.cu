@@ -20,12 +20,6 @@ using namespace plan;
 
 constexpr int kPeersOfBlock = 8;  // that a block pushes its tile to
 
-// Whether a peer has raised an error; with all other loads of the kernel's start on their way. Called by a whole block.
-__device__ inline bool AnyError(const RankViewGpu& v) {
-  const int r = static_cast<int>(threadIdx.x);
-  return __syncthreads_or(r < v.shape.ranks && LoadRelaxedSys(&v.own().error[r].value) != 0) != 0;
-}
-
 // Pushes a tile's ids, and how many of them name each expert, to some peers, in turn from this rank on; with the first
 // of them, adds to the rank's counts. histogram: [E] shared.
 __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t tile, int first_turn, int turns,
@@ -38,7 +32,7 @@ __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t
   const uint32_t parity = (from.epoch + 1) & 1;  // the call is opened once all of its tiles are out
   for (int e = static_cast<int>(threadIdx.x); e < experts; e += kThreads) histogram[e] = 0;
   // The block that ends the push looks again, after all others.
-  if (AnyError(v) || from.busy != 0) return;
+  if (__syncthreads_or(ErrorOfPeer(v) != 0 || from.busy != 0) != 0) return;
   const int i = static_cast<int>(threadIdx.x) * kIdsOfThread;
   if (i < count) {
     uint16_t packed[kIdsOfThread];
@@ -74,8 +68,8 @@ __device__ inline void PushTile(const RankViewGpu& v, const PlanArgs& a, int64_t
 
 // After all tiles: opens the call, pushes the counts and publishes. One block.
 __device__ inline CallState EndPush(const RankViewGpu& v, const PlanArgs& a, const CallId& id) {
-  const Opening from = ReadOpening(v, Part::kIds, id);
-  const int32_t failed = AnyError(v) ? FailedRank(v) : -1;
+  Opening from = ReadOpening(v, Part::kIds, id);
+  const int32_t failed = Agree(v, ErrorOfPeer(v), &from);
   const CallState call = DecideCall(v, id, failed, from);
 #pragma unroll 1
   for (int e = static_cast<int>(threadIdx.x); e < v.shape.experts; e += kThreads) {

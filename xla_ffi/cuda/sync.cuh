@@ -49,13 +49,14 @@ __device__ inline void RaiseError(const RankViewGpu& v, const ErrorRecord& recor
   const uint64_t mine = static_cast<uint64_t>(v.rank) + 1;
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&own.error[v.rank].value), 0ull, mine) != 0ull) return;
   own.record = record;
-  *v.host_record = record;
-  v.host_record->code = 0;
+  ErrorRecord told = record;
+  told.code = 0;
+  *v.host_record = told;
   for (int r = 0; r < v.shape.ranks; ++r) {
     if (r != v.rank) StoreReleaseSys(&v.control(r).error[v.rank].value, mine);
   }
   __threadfence_system();  // the host must not see the code before the rest
-  *reinterpret_cast<volatile uint32_t*>(&v.host_record->code) = record.code;
+  *reinterpret_cast<volatile uint32_t*>(&v.host_record->code) = own.record.code;
 }
 
 // A peer has an error: take over its record, so that every rank reports the origin. Called by one thread.
@@ -81,9 +82,18 @@ __device__ inline CallState StateOf(const ControlBlockGpu::PartState& part) {
 // second trip to memory. Later turns only look.
 constexpr uint32_t kEagerTurns = 64;
 
-// One block; waits until every rank's word in `words` reaches `epoch` (and, if `check_tag`, carries the call's tag).
-// Returns true on all threads when all came in time. Needs at least shape.ranks threads.
-__device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, uint32_t epoch, bool check_tag,
+// What a wait expects of a word, besides its epoch.
+enum class Expect {
+  kAnyTag,
+  kTag,
+  // A plan gives no credits, so a peer may be one epoch ahead, and its word of this epoch gone. It has then met this
+  // rank's tag of this epoch and found it equal to its own. (tests/model/gpu.pml checks it.)
+  kTagOrNext,
+};
+
+// One block; waits until every rank's word in `words` reaches `epoch` with what is expected. Returns true on all
+// threads when all came in time. Needs at least shape.ranks threads.
+__device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, uint32_t epoch, Expect expect,
                                   const CallState& call) {
   __shared__ uint64_t missing[2];
   __shared__ int32_t other;   // a rank that came with another call
@@ -103,7 +113,9 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
       const uint32_t got = static_cast<uint32_t>(word >> 32);
       if (static_cast<int32_t>(got - epoch) >= 0) {
         if (!eager) LoadAcquireSys(&words[r].value);  // what the peer wrote before it is now visible here and later
-        if (check_tag && (got != epoch || static_cast<uint32_t>(word) != call.tag)) {
+        const bool same = got == epoch && static_cast<uint32_t>(word) == call.tag;
+        const bool next = expect == Expect::kTagOrNext && got == epoch + 1;
+        if (expect != Expect::kAnyTag && !same && !next) {
           atomicExch(&other, r);
           atomicOr(reinterpret_cast<unsigned long long*>(&missing[r / 64]), 1ull << (r % 64));
         }
@@ -111,8 +123,11 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
       }
       if (turn == 0) start = WallClockNs();
       if (turn % 64 == 63) {
-        if (LoadRelaxedSys(&own.error[r].value) != 0) {
-          atomicExch(&failed, r);
+        // Any peer's error ends the wait, also that of one whose word is here: it knows who is missing. In turn,
+        // because few threads may be left.
+        const int peer = static_cast<int>((r + turn / 64) % static_cast<uint32_t>(v.shape.ranks));
+        if (LoadRelaxedSys(&own.error[peer].value) != 0) {
+          atomicExch(&failed, peer);
           break;
         }
         const bool first = own.seen[call.site % 1024] != call.site;
@@ -137,7 +152,7 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
                      own.seen[call.site % 1024] != call.site ? own.first_limit_ns : own.limit_ns});
     }
   }
-  if (r == 0 && complete && check_tag) own.seen[call.site % 1024] = call.site;
+  if (r == 0 && complete && expect != Expect::kAnyTag) own.seen[call.site % 1024] = call.site;
   return complete;
 }
 
@@ -163,6 +178,20 @@ struct Opening {
 __device__ inline Opening ReadOpening(const RankViewGpu& v, Part which, const CallId& id) {
   const ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
   return {part.epoch, part.busy, id.ticket != nullptr ? *id.ticket : 0};
+}
+
+// This thread's part of a look at the peers' error words.
+__device__ inline uint64_t ErrorOfPeer(const RankViewGpu& v) {
+  const int r = static_cast<int>(threadIdx.x);
+  return r < v.shape.ranks ? LoadRelaxedSys(&v.own().error[r].value) : 0;
+}
+
+// Makes all threads agree on what each has read: FailedRank, and `from` busy or not, which a call that should not be in
+// flight may change meanwhile. Most often nothing is wrong, and this is one barrier. Called by a whole block.
+__device__ inline int32_t Agree(const RankViewGpu& v, uint64_t error, Opening* from) {
+  if (__syncthreads_or(error != 0 || from->busy != 0) == 0) return -1;
+  from->busy = __syncthreads_or(from->busy != 0) != 0 ? 1 : 0;
+  return FailedRank(v);
 }
 
 // What a call is: its epoch, ticket and tag, and whether it is live, that is, may touch peers. `failed` comes from
@@ -199,15 +228,6 @@ __device__ inline void RecordCall(const RankViewGpu& v, Part which, const CallSt
   part.ticket = call.ticket;
 }
 
-// Both, for a call without credits. Returns whether it is live.
-__device__ inline bool OpenCall(const RankViewGpu& v, Part which, const CallId& id, int32_t failed) {
-  const CallState call = DecideCall(v, id, failed, ReadOpening(v, which, id));
-  __syncthreads();
-  RecordCall(v, which, call);
-  __syncthreads();
-  return call.live != 0;
-}
-
 // Decides on a call and waits for its credits: a receiver may still copy out what was sent in the epoch before. The
 // caller records it.
 __device__ inline CallState BeginCall(const RankViewGpu& v, Part which, const CallId& id) {
@@ -216,20 +236,21 @@ __device__ inline CallState BeginCall(const RankViewGpu& v, Part which, const Ca
   const int r = static_cast<int>(threadIdx.x);
   const bool peer = r < v.shape.ranks;
   // Most often nothing is wrong and all credits are here: then this is the only trip to memory.
-  const Opening from = ReadOpening(v, which, id);
-  const uint64_t error = peer ? LoadRelaxedSys(&own.error[r].value) : 0;
+  Opening from = ReadOpening(v, which, id);
+  const uint64_t error = ErrorOfPeer(v);
   const uint64_t credit = peer ? LoadAcquireSys(&credits[r].value) : 0;
   const bool late = peer && static_cast<int32_t>(static_cast<uint32_t>(credit >> 32) - from.epoch) < 0;
-  const int32_t failed = __syncthreads_or(error != 0) ? FailedRank(v) : -1;
+  const int32_t failed = Agree(v, error, &from);
   CallState call = DecideCall(v, id, failed, from);
   const bool wait = __syncthreads_or(late) != 0;
-  if (wait && call.live != 0 && !WaitForAll(v, credits, from.epoch, false, call)) call.live = 0;
+  if (wait && call.live != 0 && !WaitForAll(v, credits, from.epoch, Expect::kAnyTag, call)) call.live = 0;
   return call;
 }
 
 // Waits for the data of all ranks; called by a whole block. Returns whether it came.
 __device__ inline bool WaitArrived(const RankViewGpu& v, Part which, const CallState& call) {
-  return call.live != 0 && WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, true, call);
+  const Expect expect = which == Part::kIds ? Expect::kTagOrNext : Expect::kTag;
+  return call.live != 0 && WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, expect, call);
 }
 __device__ inline void WaitArrived(const RankViewGpu& v, Part which) {
   ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
