@@ -122,7 +122,9 @@ def test_setup_logs_one_line(make_domain: Any, caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, "moonep_jax"):
         ep = make_domain(make_mesh((2, 2), ("dp", "ep")), tokens=8, hidden=8, topk=2, experts=8)
     (line,) = lines(caplog, logging.INFO)
-    assert line.startswith(f"setup: domain {ep.spec.id}: 2 group(s) of 2 rank(s) over ('ep',) on cpu, 1 process(es) on 1")
+    assert line.startswith(
+        f"setup: domain {ep.spec.id}: 2 group(s) of 2 rank(s) over ('ep',) on cpu, 1 process(es) on 1"
+    )
     assert "here process 0 (ranks 0,1 of group 0, ranks 0,1 of group 1 on host" in line
     parts = ep.stats()["bytes_per_rank"]
     assert f"memory shared by local: {parts['total']} bytes per rank (control {parts['control']}, " in line
