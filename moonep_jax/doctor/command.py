@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -54,8 +54,9 @@ def main(args: argparse.Namespace, error: Callable[[str], NoReturn]) -> int:
     if args.process is not None and not 0 <= args.process < args.processes:
         error(f"argument --process: must be from 0 to {args.processes - 1}: {args.process}")
     env.leave_memory_to_others()
-    if jax.config.jax_num_cpu_devices < 0:  # nobody has said
-        jax.config.update("jax_num_cpu_devices", _CPU_DEVICES)
+    config: Any = jax.config
+    if config.jax_num_cpu_devices < 0:  # nobody has said
+        config.update("jax_num_cpu_devices", _CPU_DEVICES)
     with ExitStack() as stack:
         if args.cluster or args.coordinator:
             jax.distributed.initialize(*given, local_device_ids=args.local_device)

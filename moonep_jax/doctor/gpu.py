@@ -57,7 +57,8 @@ def _versions(driver: Driver, runtime: int) -> Row:
     except MoonEPError as error:
         return Row("CUDA", "failure", f"the driver fails: {error}", "reinstall the NVIDIA driver")
     data = {"driver": newest, "module_runtime": runtime, "nvml_driver": _nvml_driver()}
-    text = f"driver for CUDA {_version(newest)}, {f'module built with CUDA {_version(runtime)}' if runtime else 'no module'}"
+    built = f"module built with CUDA {_version(runtime)}" if runtime else "no module"
+    text = f"driver for CUDA {_version(newest)}, {built}"
     if data["nvml_driver"]:
         text += f", NVIDIA driver {data['nvml_driver']}"
     if newest // 1000 < runtime // 1000:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import platform
 import re
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 
 from moonep_jax import env, native
 from moonep_jax.doctor.rows import Row
@@ -25,7 +25,7 @@ def _versions() -> Row:
     found = {
         "moonep_jax": __version__,
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": importlib.metadata.version("jaxlib"),
         "python": platform.python_version(),
         "kernel": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),

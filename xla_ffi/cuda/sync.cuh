@@ -93,8 +93,8 @@ __device__ inline CallState StateOf(const ControlBlockGpu::PartState& part) {
 constexpr uint32_t kEagerTurns = 64;
 
 // One block; waits until every rank's word in `words` reaches `epoch` (and, if `check_tag`, carries the call's tag).
-// Returns true on all threads when all came in time. *waited_ns is the time that it took, for the first thread; 0 if all
-// were there at the first look. Needs at least shape.ranks threads.
+// Returns true on all threads when all came in time. *waited_ns is the time that it took, for the first thread; 0 if
+// all were there at the first look. Needs at least shape.ranks threads.
 __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, uint32_t epoch, bool check_tag,
                                   const CallState& call, uint64_t* waited_ns) {
   __shared__ uint64_t missing[2];
