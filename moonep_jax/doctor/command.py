@@ -61,18 +61,19 @@ def main(args: argparse.Namespace, error: Callable[[str], NoReturn]) -> int:
         if args.cluster or args.coordinator:
             jax.distributed.initialize(*given, local_device_ids=args.local_device)
             stack.callback(jax.distributed.shutdown)
-        reports = examine(args.selftest)
-    if reports[0].process == _index():
+        reports = examine(args.selftest, args.process or 0)
+        first = _index(args.process or 0) == 0
+    # A process that lost the others speaks for itself.
+    if first or len(reports) < (args.processes or 1):
         print(json.dumps(screen.as_json(reports), indent=1) if args.json else screen.as_text(reports), flush=True)
     return 0 if all(report.usable for report in reports) else 1
 
 
-def examine(with_selftest: bool) -> list[Report]:
-    """The reports of all processes, by process. Collective."""
+def examine(with_selftest: bool, index: int = 0) -> list[Report]:
+    """The reports of all processes, by process. Collective. index: of this process, should it have no devices."""
     rows, platform, devices = _here()
-    reports = [_report(rows, platform, devices)]
+    usable = all(row.status != "failure" for row in rows)
     count = jax.process_count() if devices else 1
-    usable = reports[0].usable
     if count > 1:
         extra, others = _together(rows, platform, usable)
         rows += extra
@@ -82,28 +83,26 @@ def examine(with_selftest: bool) -> list[Report]:
             rows.append(selftest.row())
         else:
             rows.append(Row("selftest", "warning", "not run", "remove the failures first"))
-    reports = [_report(rows, platform, devices)]
-    return _gathered(reports[0]) if count > 1 else reports
+    here = Report(_index(index), HostInfo.here().hostname, os.getpid(), platform, devices, rows)
+    return _gathered(here) if count > 1 else [here]
 
 
-def _index() -> int:
+def _index(otherwise: int) -> int:
     try:
         return jax.process_index()
-    except RuntimeError:  # no devices
-        return 0
-
-
-def _report(rows: list[Row], platform: str, devices: list[int]) -> Report:
-    return Report(_index(), HostInfo.here().hostname, os.getpid(), platform, devices, rows)
+    except Exception:  # no devices: an assertion, even, where JAX_PLATFORMS names none that is here
+        return otherwise
 
 
 def _here() -> tuple[list[Row], str, list[int]]:
     """What this process finds by itself and with a child: its rows, its platform and its devices."""
     try:
         local = jax.local_devices()
-    except RuntimeError as error:
+    except Exception as error:
+        config: Any = jax.config
+        text = str(error).partition("\n")[0] or f"JAX_PLATFORMS={config.jax_platforms} names nothing that is here"
         fix = "set JAX_PLATFORMS=cpu, or install the JAX of this node's devices (pip install 'jax[cuda13]')"
-        rows = [Row("devices", "failure", f"JAX finds none: {error}", fix)]
+        rows = [Row("devices", "failure", f"JAX finds none: {text}", fix)]
         return [*software.rows("cpu"), *rows, *host.rows()], "", []
     platform, ids = str(local[0].platform), [int(d.id) for d in local]
     kind_of_device = str(local[0].device_kind)
