@@ -168,9 +168,11 @@ class Domain:
     def check(self) -> None:
         """Raises DomainError when the domain is closed or in error; synchronises nothing.
 
-        On CPUs it knows of an error once any rank has found it. On GPUs once a kernel of this process has: then at
-        once, also while CUDA graphs replay, when no handler runs that could raise. The log has the error's text at
-        most half a second later, once, from a thread of the domain (logger "moonep_jax", level ERROR).
+        On CPUs it knows of an error as soon as any rank of the group has found it; the calls in flight raise by
+        themselves. On GPUs as soon as a kernel of this process has, also while CUDA graphs replay; there the next call
+        whose handler runs raises, too: at the latest the next `plan`, which stays out of graphs unless
+        EPConfig.capture_plan is set. The log has the error's text at most half a second later, once, from a thread of
+        the domain (logger "moonep_jax", level ERROR).
         """
         if self._last_error is None:
             self._last_error = self._native.error(self.spec.id)

@@ -64,7 +64,7 @@ def main(args: argparse.Namespace, error: Callable[[str], NoReturn]) -> int:
         reports = examine(args.selftest, args.process or 0)
         first = _index(args.process or 0) == 0
     # A process that lost the others speaks for itself.
-    if first or len(reports) < (args.processes or 1):
+    if first or len(reports) == 1:
         print(json.dumps(screen.as_json(reports), indent=1) if args.json else screen.as_text(reports), flush=True)
     return 0 if all(report.usable for report in reports) else 1
 

@@ -31,11 +31,14 @@ def as_text(reports: Sequence[Report], width: int | None = None) -> str:
     width = max(60, min(width or shutil.get_terminal_size((120, 40)).columns, 140))
     hosts = sorted({r.host for r in reports})
     devices = sum(len(r.devices) for r in reports)
-    platforms = "/".join(sorted({r.platform for r in reports if r.platform})) or "no"
+    platforms = "/".join(sorted({r.platform for r in reports if r.platform}))
     usable = all(r.usable for r in reports)
     count = len(reports)
     who = f"{count} process{'es' if count > 1 else ''} on {', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''}"
-    lines = [f"moonep_jax doctor: {'usable' if usable else 'NOT usable'} - {who}, {devices} {platforms} device(s)", ""]
+    lines = [
+        f"moonep_jax doctor: {'usable' if usable else 'NOT usable'} - {who}, {devices} {f'{platforms} ' * bool(devices)}device(s)",
+        "",
+    ]
     for row, places in _merged(reports):
         where = _places(places, reports)
         head = f"  {_MARKS[row.status]:<{_MARK}} {row.name:<{_NAME}} "
