@@ -35,10 +35,8 @@ def as_text(reports: Sequence[Report], width: int | None = None) -> str:
     usable = all(r.usable for r in reports)
     count = len(reports)
     who = f"{count} process{'es' if count > 1 else ''} on {', '.join(hosts[:4])}{', ...' if len(hosts) > 4 else ''}"
-    lines = [
-        f"moonep_jax doctor: {'usable' if usable else 'NOT usable'} - {who}, {devices} {f'{platforms} ' * bool(devices)}device(s)",
-        "",
-    ]
+    what = f"{devices} {platforms} device(s)" if devices else "no devices"
+    lines = [f"moonep_jax doctor: {'usable' if usable else 'NOT usable'} - {who}, {what}", ""]
     for row, places in _merged(reports):
         where = _places(places, reports)
         head = f"  {_MARKS[row.status]:<{_MARK}} {row.name:<{_NAME}} "
