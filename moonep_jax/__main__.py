@@ -7,9 +7,10 @@ import sys
 from collections.abc import Sequence
 
 from moonep_jax.demo import launch as demo
+from moonep_jax.doctor import command as doctor
 from moonep_jax.version import __version__
 
-COMMANDS = {"demo": demo}
+COMMANDS = {"demo": demo, "doctor": doctor}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

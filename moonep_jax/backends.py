@@ -24,7 +24,7 @@ _STAGE_ALIGN = 64  # bytes; least share of the stage per expert
 class Backend(Protocol):
     """What `setup` needs of a platform."""
 
-    module: Any  # the native module: DomainShape, add_rank, error, executed, stop
+    module: Any  # the native module: DomainShape, add_rank, error, executed, counters, stop
     memory: MemoryBackend
 
     def device_number(self, member: Member) -> int:

@@ -6,6 +6,7 @@ start. Each step ends in a vote, so that a failure anywhere is the same error ev
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import warnings
@@ -21,11 +22,12 @@ from moonep_jax.backends import Backend
 from moonep_jax.config import EPConfig
 from moonep_jax.errors import ConfigError, DomainError, message
 from moonep_jax.exchange import Exchange, KeyValueStore, namespace, open_store
-from moonep_jax.memory.hosts import gather_hosts
+from moonep_jax.memory.hosts import HostInfo, gather_hosts
 from moonep_jax.memory.share import SharedMemory, share
 from moonep_jax.spec import Dispatched, DomainSpec, Plan
 from moonep_jax.topology import Topology
 from moonep_jax.version import __version__
+from moonep_jax.watch import Watcher
 
 _log = logging.getLogger("moonep_jax")
 _next_id = itertools.count()
@@ -63,6 +65,8 @@ class Domain:
         self._parts = parts
         self._closed = False
         self._last_error: str | None = None
+        # Without a reference to the domain, which may be dropped while the thread runs.
+        self._watcher = Watcher(f"domain {spec.id}", functools.partial(native.error, spec.id))
 
     # -- ops -----------------------------------------------------------------------------------------------------------
 
@@ -162,7 +166,14 @@ class Domain:
     # -- life ----------------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises DomainError when the domain is closed or in error; synchronises nothing."""
+        """Raises DomainError when the domain is closed or in error; synchronises nothing.
+
+        On CPUs it knows of an error as soon as any rank of the group has found it; the calls in flight raise by
+        themselves. On GPUs as soon as a kernel of this process has, also while CUDA graphs replay; there the next call
+        whose handler runs raises, too: at the latest the next `plan`, which stays out of graphs unless
+        EPConfig.capture_plan is set. The log has the error's text at most half a second later, once, from a thread of
+        the domain (logger "moonep_jax", level ERROR).
+        """
         if self._last_error is None:
             self._last_error = self._native.error(self.spec.id)
         if self._last_error is not None:
@@ -170,13 +181,36 @@ class Domain:
         self._open("check")
 
     def stats(self) -> dict[str, Any]:
-        """Facts about the domain: calls executed by this process's ranks, bytes per rank by part, kind of memory.
+        """Facts about the domain, and sums over the calls of this process's ranks since setup. Waits for no call.
 
-        Raises what `check` raises.
+        Raises what `check` raises. The ops are plan, dispatch, combine, prefetch and their backward uses dispatch_grad,
+        combine_grad and reduce_grad.
+
+        Returns:
+          calls: {op: calls done}, once for each rank. GPUs: calls begun; replays of CUDA graphs count, too.
+          wait_s: {op: seconds that calls waited for other ranks}, summed over ranks. CPUs: from when a call was posted
+            to its end, without its own copying. GPUs: time in kernels that wait for peers.
+          bytes: {op: bytes that these ranks moved from or to another rank}. None on GPUs, where counting them would
+            cost time.
+          rows: rows that these ranks compute, summed over plans; plans used twice count once.
+          link_rows: of them, those that come from other ranks; of a token's rows on one rank only the first.
+          moved_experts: foreign experts that these ranks compute, summed over plans.
+          executed: calls of all ops (GPUs: without replays of CUDA graphs).
+          bytes_per_rank: {part of a rank's shared memory: bytes}, with "total".
+          memory: {group: how its memory is shared: "local", "fd" or "fabric"}.
         """
         self.check()
+        counted = self._native.counters(self.spec.id)
         kinds = {g.index: self._shared.kind_of(g.index) for g, _ in self.spec.topology.local(self._process)}
-        return {"executed": self._native.executed(self.spec.id), "bytes_per_rank": dict(self._parts), "memory": kinds}
+        return {
+            "calls": counted["calls"],
+            "wait_s": {op: ns / 1e9 for op, ns in counted["wait_ns"].items()},
+            "bytes": counted["bytes"] if self.spec.topology.platform == "cpu" else None,
+            **{name: counted[name] for name in ("rows", "link_rows", "moved_experts")},
+            "executed": self._native.executed(self.spec.id),
+            "bytes_per_rank": dict(self._parts),
+            "memory": kinds,
+        }
 
     def close(self) -> None:
         """Stops the domain and frees its memory. Collective over the mesh's processes; idempotent.
@@ -192,6 +226,7 @@ class Domain:
             return
         self._closed = True
         self._last_error = self._native.error(self.spec.id)
+        self._watcher.stop()
         exchange = Exchange(
             self._store,
             # Of its own, and not below the setup's: a process late in setup still deletes the keys below that one.
@@ -294,8 +329,22 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         exchange.guarded("start", lambda: _start(spec, backend, shape, shared, process, exchange.describe))
         domain = Domain(spec, backend.module, shared, store, process, exchange.namespace, exchange.describe, parts)
         undo.pop_all()
-    _log.info("%r: %s per rank", domain, ", ".join(f"{name} {count} bytes" for name, count in parts.items()))
+    _log.info("%s", _headline(domain, hosts))
     return domain
+
+
+def _headline(domain: Domain, hosts: Mapping[int, HostInfo]) -> str:
+    """The one line that a setup logs."""
+    t, parts = domain.spec.topology, domain._parts
+    here = t.local(domain._process)
+    kinds = sorted({domain._shared.kind_of(g.index) for g, _ in here})
+    sizes = ", ".join(f"{name} {count}" for name, count in parts.items() if name != "total")
+    return (
+        f"setup: domain {domain.spec.id}: {len(t.groups)} group(s) of {t.ranks} rank(s) over {t.axes} on {t.platform}, "
+        f"{len(t.processes)} process(es) on {len(set(hosts.values()))} host(s); here "
+        f"{t.describe(domain._process, hosts[domain._process].hostname)}; memory shared by {', '.join(kinds)}: "
+        f"{parts['total']} bytes per rank ({sizes})"
+    )
 
 
 def _check(

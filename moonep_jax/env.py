@@ -79,6 +79,11 @@ def read() -> Env:
     )
 
 
+def leave_memory_to_others() -> None:
+    """Has a JAX that makes its devices later take GPU memory as it needs it, unless the user has said otherwise."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
 def _seconds(index: int, text: str) -> float:
     try:
         value = float(text)

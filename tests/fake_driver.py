@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from moonep_jax.handles import Kind
-from moonep_jax.memory.driver import Attributes, DriverError
+from moonep_jax.memory.driver import Attributes, DriverError, Facts, Link
 
 GRANULE = 4096
 GARBAGE = 0xA5  # what new memory holds
@@ -71,6 +71,8 @@ class FakeDriver:
     def __init__(self, machines: Machines, host: str, ordinals: Sequence[int], imex: str = "imex") -> None:
         self.machines, self.host, self.ordinals, self.imex = machines, host, tuple(ordinals), imex
         self.says = Attributes(vmm=True, fd=True, fabric=True, multicast=False)
+        self.links: dict[tuple[int, int], Link] = {}  # others: direct access with atomics
+        self.compute = (9, 0)
         self.refuses: dict[Kind, int] = {}  # kind -> what create() returns, whatever the attribute says
         self.granule = GRANULE
         self.faults: dict[tuple[str, int], int] = {}
@@ -89,6 +91,18 @@ class FakeDriver:
     def attributes(self, ordinal: int) -> Attributes:
         self._begin("attributes", ordinal)
         return self.says
+
+    def version(self) -> int:
+        self._begin("version")
+        return 13000
+
+    def facts(self, ordinal: int) -> Facts:
+        self._begin("facts", ordinal)
+        return Facts("Fake GPU", self.compute, self.machines.capacity, f"0000:0{ordinal}:00.0")
+
+    def link(self, ordinal: int, other: int) -> Link:
+        self._begin("link", ordinal, other)
+        return self.links.get((ordinal, other), Link(True, True, 0))
 
     def granularity(self, ordinal: int, kind: Kind | None) -> int:
         self._begin("granularity", ordinal)

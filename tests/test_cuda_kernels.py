@@ -89,6 +89,33 @@ def test_weights_equal_the_oracle(dtype: Any, leaf: tuple[int, ...], stage: int,
             check_weights(run, name, seed, leaves, dtype, full)
 
 
+# -- counters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("shape", [Shape(4, 48, 3, 8, 16), Shape(8, 1024, 8, 64, 16)], ids=str)
+def test_counters_are_those_of_the_oracles_plans(shape: Shape, whole: bool) -> None:
+    """Rounds of one call are one call."""
+    with Run(shape, whole=whole, stage_bytes=64 * shape.epn) as run:
+        rows, link_rows, moved = np.zeros((3, shape.R), np.int64)
+        names = ("uniform", "one_home", "duplicates", "unrouted", "crowded")
+        for seed, name in enumerate(names):
+            case = Rows(shape, routing(name, shape, seed), seed)
+            run.launch(case)
+            check_weights(run, name, seed, [(96, 4)], np.float32, False)  # in rounds
+            src, primary = case.want["src"], case.want["primary"]
+            own = src // (shape.s * shape.K) == np.arange(shape.R)[:, None]
+            rows += case.want["rank_rows"][0]
+            link_rows += ((src >= 0) & ~own & (primary == np.arange(src.shape[1]))).sum(axis=1)
+            moved += (case.want["slot_expert"][0] >= 0).sum(axis=1)
+        run.group.sync()
+        for rank, counters in enumerate(r.counters() for r in run.group.ranks):
+            assert counters["calls"] == dict.fromkeys(gpu_kit.KINDS, len(names))
+            assert (counters["rows"], counters["link_rows"]) == (rows[rank], link_rows[rank])
+            assert counters["moved_experts"] == moved[rank]
+            assert all(0 <= ns < 10**10 for ns in counters["wait_ns"].values())
+
+
 # -- grids -------------------------------------------------------------------------------------------------------------
 
 BLOCKS = (1, 2, 3, 5, 7, 13, 31, 61, 97, 127, 131, 132)

@@ -371,7 +371,7 @@ def test_the_path_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
         (World(topology(1, [0, 0])), "2 ranks on 1 host(s)) is shared by: local"),
     ]:
         caplog.clear()
-        with caplog.at_level(logging.INFO, "moonep_jax"):
+        with caplog.at_level(logging.DEBUG, "moonep_jax"):
             world.run()
         lines = [r.getMessage() for r in caplog.records if "is shared by" in r.getMessage()]
         assert lines == [f"setup: memory of group 0 ({kind}"] * len(world.topology.processes)

@@ -15,7 +15,7 @@ import pytest
 
 from moonep_jax.errors import MoonEPError, SetupError
 from moonep_jax.memory import driver as driver_module
-from moonep_jax.memory.driver import Attributes, CudaDriver, DriverError, load
+from moonep_jax.memory.driver import Attributes, CudaDriver, DriverError, Facts, Link, load
 
 
 class Result(enum.IntEnum):
@@ -52,7 +52,12 @@ class Bindings:
             "cuDeviceGetAttribute": (1,),
         }
         self.fails: dict[str, int] = {}
-        for name in ("memAllocationHandleType", "device_attribute", "memAllocationGranularity_flags"):
+        for name in (
+            "memAllocationHandleType",
+            "device_attribute",
+            "memAllocationGranularity_flags",
+            "device_P2PAttribute",
+        ):
             setattr(self, f"CU{name}", Names())
         for name in ("memAllocationType", "memLocationType", "memAccess_flags", "stream_flags"):
             setattr(self, f"CU{name}", Names())
@@ -144,6 +149,23 @@ def test_attributes(driver: CudaDriver, bindings: Bindings) -> None:
         "CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED",
         "CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED",
     ]
+
+
+def test_what_reports_ask(driver: CudaDriver, bindings: Bindings) -> None:
+    bindings.results |= {
+        "cuDriverGetVersion": (13000,),
+        "cuDeviceGetName": (b"NVIDIA H200\0\0\0",),
+        "cuDeviceGetPCIBusId": (b"0000:0A:00.0\0",),
+        "cuDeviceTotalMem": (7,),
+        "cuDeviceGetAttribute": (9,),
+        "cuDeviceGetP2PAttribute": (1,),
+    }
+    assert driver.version() == 13000
+    assert driver.facts(2) == Facts("NVIDIA H200", (9, 9), 7, "0000:0A:00.0")
+    assert driver.link(0, 1) == Link(True, True, 1)
+    asked = [call[1] for call in bindings.calls if call[0] == "cuDeviceGetP2PAttribute"]
+    names = ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED", "PERFORMANCE_RANK")
+    assert asked == [f"CU_DEVICE_P2P_ATTRIBUTE_{name}" for name in names]
 
 
 @pytest.mark.parametrize("fails", [None, "cuMemsetD8Async", "cuStreamSynchronize", "cuStreamCreate"])

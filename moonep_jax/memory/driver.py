@@ -38,11 +38,40 @@ class Attributes(NamedTuple):
     multicast: bool
 
 
+class Facts(NamedTuple):
+    """What a device is: its name, compute capability, memory in bytes, and PCI address as NVML spells it."""
+
+    name: str
+    compute: tuple[int, int]
+    total_bytes: int
+    pci: str
+
+
+class Link(NamedTuple):
+    """What the driver says of a pair of devices: direct access, atomics across it, and its rank (0 is fastest)."""
+
+    access: bool
+    atomics: bool
+    rank: int
+
+
 class Driver(Protocol):
     """The calls; sizes in bytes. Every one raises DriverError, and then has changed nothing."""
 
     def attributes(self, ordinal: int) -> Attributes:
         """What the device says of itself."""
+        ...
+
+    def version(self) -> int:
+        """The newest CUDA version that the driver runs, 1000 * major + 10 * minor."""
+        ...
+
+    def facts(self, ordinal: int) -> Facts:
+        """What the device is; for reports."""
+        ...
+
+    def link(self, ordinal: int, other: int) -> Link:
+        """What connects two devices; for reports."""
         ...
 
     def granularity(self, ordinal: int, kind: Kind | None) -> int:
@@ -110,6 +139,10 @@ class Driver(Protocol):
         ...
 
 
+def _text(name: bytes) -> str:
+    return name.split(b"\0")[0].decode(errors="replace")
+
+
 @functools.cache
 def load() -> Driver:
     """The driver of this process, one object. Raises SetupError, saying what is missing, where there is none."""
@@ -153,6 +186,27 @@ class CudaDriver:
         enum, device = self._cu.CUdevice_attribute, self._device(ordinal)
         keys = (getattr(enum, f"CU_DEVICE_ATTRIBUTE_{name}_SUPPORTED") for name in names)
         return Attributes(*(bool(self._call("cuDeviceGetAttribute", key, device)) for key in keys))
+
+    def version(self) -> int:
+        """See Driver."""
+        return int(self._call("cuDriverGetVersion"))
+
+    def facts(self, ordinal: int) -> Facts:
+        """See Driver."""
+        enum, device = self._cu.CUdevice_attribute, self._device(ordinal)
+        names = (f"CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_{part}" for part in ("MAJOR", "MINOR"))
+        major, minor = (int(self._call("cuDeviceGetAttribute", getattr(enum, name), device)) for name in names)
+        name, pci = (self._call(call, 64, device) for call in ("cuDeviceGetName", "cuDeviceGetPCIBusId"))
+        total = int(self._call("cuDeviceTotalMem", device))
+        return Facts(_text(name), (major, minor), total, _text(pci))
+
+    def link(self, ordinal: int, other: int) -> Link:
+        """See Driver."""
+        enum, pair = self._cu.CUdevice_P2PAttribute, (self._device(ordinal), self._device(other))
+        names = ("ACCESS_SUPPORTED", "NATIVE_ATOMIC_SUPPORTED", "PERFORMANCE_RANK")
+        keys = (getattr(enum, f"CU_DEVICE_P2P_ATTRIBUTE_{name}") for name in names)
+        access, atomics, rank = (int(self._call("cuDeviceGetP2PAttribute", key, *pair)) for key in keys)
+        return Link(bool(access), bool(atomics), rank)
 
     def granularity(self, ordinal: int, kind: Kind | None) -> int:
         """See Driver."""

@@ -151,5 +151,5 @@ def share(
         raise
     for g in (topology.groups[i] for i in sorted(local)):
         spread = f"{topology.ranks} ranks on {len({hosts[p] for p in g.processes})} host(s)"
-        _log.info("setup: memory of group %d (%s) is shared by: %s", g.index, spread, shared.kind_of(g.index))
+        _log.debug("setup: memory of group %d (%s) is shared by: %s", g.index, spread, shared.kind_of(g.index))
     return shared

@@ -230,6 +230,10 @@ def _replays(c: Context) -> list[str]:
             p = ref.plan(ids, 4 * r, 8)
             hidden = ref.dispatch(p, x)[0]
             wrong += [f"{seed}: {w}" for w in _differs(c, got, {"hidden": hidden, "y": ref.combine(p, hidden)})]
+        # Counted on the device: replays of a graph count like any other call.
+        calls, want = ep.stats()["calls"], c.args.get("replays", 100) * c.local_devices
+        counted = {op: calls[op] for op in ("plan", "dispatch", "combine")}
+        wrong += [] if set(counted.values()) == {want} else [f"stats: {counted}, expected {want} each"]
     return wrong
 
 

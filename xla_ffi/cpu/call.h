@@ -44,6 +44,14 @@ struct RankView {
   std::byte* own() const { return chunks[static_cast<size_t>(rank)]; }
 };
 
+// What a call moved over rank borders, and what a plan decided for this rank (see Counters).
+struct Traffic {
+  int64_t bytes = 0;
+  int64_t rows = 0;
+  int64_t link_rows = 0;
+  int64_t moved_experts = 0;
+};
+
 // A call moves its data in rounds of: copy in, all in, copy out, all out. Both copies run on the rank's progress
 // thread; each returns what is wrong, or an empty string.
 class Call {
@@ -61,6 +69,7 @@ class Call {
   virtual void Poison(bool before) = 0;
 
   CallKey key;
+  Traffic traffic;  // added up by the copies
   std::function<void(const Failure&)> done;
 };
 

@@ -13,6 +13,7 @@
 #include <optional>
 #include <stdexcept>
 
+#include "xla_ffi/common/counters_binding.h"
 #include "xla_ffi/common/shape_binding.h"
 #include "xla_ffi/cpu/handlers.h"
 #include "xla_ffi/cpu/plan_rows.h"
@@ -83,6 +84,12 @@ uint64_t Executed(int64_t domain) {
   uint64_t executed = 0;
   for (const auto& rank : moonep::CpuRegistry::Get().RanksOf(domain)) executed += rank->executed();
   return executed;
+}
+
+nb::dict CountersOf(int64_t domain) {
+  moonep::Counters sum{};
+  for (const auto& rank : moonep::CpuRegistry::Get().RanksOf(domain)) sum += rank->counters();
+  return moonep::CountersDict(sum);
 }
 
 // Plans of all ranks, without a domain: the same code that the plan call runs, for tests and benchmarks of the planner.
@@ -161,7 +168,9 @@ NB_MODULE(_ffi_cpu, m) {
         nb::arg("poison"), nb::arg("delay_us"), nb::arg("delay_seed"));
   m.def("error", &Error);
   m.def("executed", &Executed);
+  m.def("counters", &CountersOf);
   m.def("stop", &Stop);
+  m.def("ffi_api_version", [] { return std::make_pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   m.def("limits", [] { return nb::dict(); });
   m.def("plan_all", &PlanAll);
 }

@@ -62,6 +62,11 @@ Failure LocalRank::error() {
   return {};
 }
 
+Counters LocalRank::counters() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return counters_;
+}
+
 void LocalRank::RingAll() const {
   for (int32_t r = 0; r < view_.shape.ranks; ++r) view_.control(r).bell.Ring();
 }
@@ -169,7 +174,10 @@ bool LocalRank::BeginEntry() {
   phase_ = Phase::kRegion;
   round_ = 0;
   rounds_ = current_.call->Rounds(view_);
-  if (std::string wrong = current_.call->Begin(view_, entry_); !wrong.empty()) {
+  const int64_t start = NowNs();
+  std::string wrong = current_.call->Begin(view_, entry_);
+  current_.work_ns += NowNs() - start;
+  if (!wrong.empty()) {
     Raise({Failure::kInvalid, std::move(wrong)});
   } else if (rounds_ == 0) {
     FinishEntry();
@@ -177,7 +185,21 @@ bool LocalRank::BeginEntry() {
   return true;
 }
 
+void LocalRank::Count(const Posted& done) {
+  const int64_t waited = NowNs() - done.posted_ns - done.work_ns;
+  const size_t kind = static_cast<size_t>(done.call->key.kind);
+  const Traffic& t = done.call->traffic;
+  std::lock_guard<std::mutex> lock(mutex_);
+  counters_.calls[kind] += 1;
+  counters_.wait_ns[kind] += static_cast<uint64_t>(waited);
+  counters_.bytes[kind] += static_cast<uint64_t>(t.bytes);
+  counters_.rows += static_cast<uint64_t>(t.rows);
+  counters_.link_rows += static_cast<uint64_t>(t.link_rows);
+  counters_.moved_experts += static_cast<uint64_t>(t.moved_experts);
+}
+
 bool LocalRank::FinishEntry() {
+  Count(current_);  // before the program goes on and may ask
   own().posts[current_.slot].order.store(0);
   free_slots_.push_back(current_.slot);
   own().executed.store(++entry_);
@@ -194,14 +216,18 @@ bool LocalRank::Advance() {
   uint64_t& region_free = region_free_[static_cast<size_t>(current_.call->region())];
   if (phase_ == Phase::kRegion) {
     if (!AllReached(region_free)) return false;
+    const int64_t start = NowNs();
     wrong = current_.call->CopyIn(view_, round_);
+    current_.work_ns += NowNs() - start;
     if (wrong.empty()) {
       PublishStep();
       phase_ = Phase::kAllIn;
     }
   } else {
     if (!AllReached(step_)) return false;
+    const int64_t start = NowNs();
     wrong = current_.call->CopyOut(view_, round_);
+    current_.work_ns += NowNs() - start;
     if (wrong.empty()) {
       PublishStep();
       region_free = step_;

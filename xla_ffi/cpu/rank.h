@@ -19,6 +19,7 @@
 #include <tuple>
 #include <vector>
 
+#include "xla_ffi/common/counters.h"
 #include "xla_ffi/common/registry.h"
 #include "xla_ffi/cpu/call.h"
 #include "xla_ffi/cpu/leader.h"
@@ -46,6 +47,7 @@ class LocalRank {
   Failure error();
   // Log entries executed by this rank.
   uint64_t executed() const { return view_.control(view_.rank).executed.load(); }
+  Counters counters();
   const RankView& view() const { return view_; }
 
  private:
@@ -59,6 +61,7 @@ class LocalRank {
     int slot = 0;
     int64_t posted_ns = 0;
     int64_t limit_ns = 0;
+    int64_t work_ns = 0;  // spent on its copies
   };
   enum class Phase { kIdle, kRegion, kAllIn };
 
@@ -67,6 +70,7 @@ class LocalRank {
   bool Advance();
   bool BeginEntry();
   bool FinishEntry();
+  void Count(const Posted& done);
   void PublishStep();
   bool AllReached(uint64_t step) const;
   void AdoptError();
@@ -87,9 +91,10 @@ class LocalRank {
   std::thread thread_;
   std::atomic<bool> stop_{false};
 
-  std::mutex mutex_;  // guards the three below; held for moments, never while calling out
+  std::mutex mutex_;  // guards the four below; held for moments, never while calling out
   std::deque<Waiting> inbox_;
   Failure error_;
+  Counters counters_ = {};
   uint64_t submitted_ = 0;
 
   // The rest belongs to the progress thread.

@@ -78,6 +78,7 @@ class PlanCall final : public RowCall {
     PlaceSource(v.shape, tables.tables(), v.rank, a_.args[0].i32(), s_ * v.shape.topk, out);
     PlaceHosted(v.shape, tables.tables(), v.rank, in, s_, out);
     a_.rets[10].i32()[0] = ticket_;
+    CountPlan(v, out);
     return "";
   }
 
@@ -90,6 +91,19 @@ class PlanCall final : public RowCall {
   }
 
  private:
+  void CountPlan(const RankView& v, const PlanArrays& out) {
+    const int64_t per_rank = s_ * v.shape.topk;
+    traffic.bytes += (v.shape.ranks - 1) * (per_rank + v.shape.experts) * 4;
+    traffic.rows += out.rank_rows[v.rank];
+    for (int64_t row = 0; row < a_.rets[2].dims[0]; ++row) {
+      if (out.src[row] >= 0 && out.primary[row] == row && out.src[row] / per_rank != v.rank) ++traffic.link_rows;
+    }
+    const int32_t epn = v.shape.epn();
+    for (int32_t slot = 0; slot < epn; ++slot) {
+      if (out.slot_expert[v.rank * epn + slot] >= 0) ++traffic.moved_experts;
+    }
+  }
+
   PlanArrays Outputs() const {
     const auto& r = a_.rets;
     return {r[0].i32(), r[1].i32(), r[2].i32(), r[3].i32(), r[4].i32(),
@@ -122,6 +136,7 @@ class DispatchCall final : public RowCall {
 
   std::string CopyOut(const RankView& v, int64_t) override {
     const int32_t* src = a_.args[2].i32();
+    const int32_t* primary = a_.args[3].i32();
     std::byte* hidden = a_.rets[0].raw();
     const int64_t per_rank = s_ * v.shape.topk;
     const size_t bytes = static_cast<size_t>(v.shape.row_bytes);
@@ -137,6 +152,8 @@ class DispatchCall final : public RowCall {
       const int64_t assignment = id % per_rank;
       std::memcpy(hidden, RowAt(v, rank, v.layout.rows, assignment / v.shape.topk), bytes);
       if (weighted()) a_.rets[1].f32()[row] = FloatsAt(v, rank, v.layout.weights)[assignment];
+      // A token's other rows here are copies of its first one.
+      if (rank != v.rank) traffic.bytes += (primary[row] == row ? v.shape.row_bytes : 0) + (weighted() ? 4 : 0);
     }
     return "";
   }
@@ -171,8 +188,11 @@ class CombineCall final : public RowCall {
       const int32_t rank = static_cast<int32_t>(id / per_rank);
       const int64_t assignment = id % per_rank;
       // exact: the source scales and sums in float32, so each row travels as it is, its weight beside it.
-      if (returns_weights() || exact) FloatsAt(v, rank, v.layout.return_weights)[assignment] = w[row];
+      const bool with_weight = returns_weights() || exact;
+      if (with_weight) FloatsAt(v, rank, v.layout.return_weights)[assignment] = w[row];
+      if (rank != v.rank && with_weight) traffic.bytes += 4;
       if (!exact && primary[row] != row) continue;
+      if (rank != v.rank) traffic.bytes += v.shape.row_bytes;
       std::byte* to = RowAt(v, rank, v.layout.returns, assignment);
       if (exact || (next[row] < 0 && scale(row) == 1.0f)) {
         std::memcpy(to, Out(row, bytes), bytes);

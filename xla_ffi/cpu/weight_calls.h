@@ -129,6 +129,7 @@ class PrefetchCall final : public WeightCall {
         if (e < 0) continue;
         std::memcpy(Out(p.leaf, epn + slot) + p.offset, Stage(v, v.shape.home_of(e), e % epn) + p.stage,
                     static_cast<size_t>(p.bytes));
+        traffic.bytes += p.bytes;
       }
     }
     return "";
@@ -181,6 +182,7 @@ class ReduceGradCall final : public WeightCall {
               if (SlotExpert(v, r, slot) != v.rank * epn + e) continue;
               if (!replicated) StartSum<E>(sum.data(), grad, n, 1.0f);
               replicated = true;
+              traffic.bytes += p.bytes;
               AddRow<E>(sum.data(), Stage(v, r, slot) + p.stage, n, 1.0f);
             }
           }

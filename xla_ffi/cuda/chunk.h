@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "xla_ffi/common/counters.h"
 #include "xla_ffi/core/layout.h"
 
 namespace moonep {
@@ -51,7 +52,8 @@ struct ControlBlockGpu {
   } part[kParts];
   uint64_t limit_ns;
   uint64_t first_limit_ns;
-  uint32_t seen[1024];  // hashes of sites that were called before: their limit is the short one
+  alignas(128) Counters counters;  // added to by single threads that wait for no answer; read by the host
+  uint32_t seen[1024];             // hashes of sites that were called before: their limit is the short one
 };
 
 // The planner works on tiles of a rank's ids: whole tokens, a block's worth of ids, a multiple of 8 ids.
@@ -140,6 +142,7 @@ struct CallId {
   int32_t kind;
   uint32_t site_hash;     // of kind, channel and site
   const int32_t* ticket;  // device; null for a plan, whose ticket is its epoch
+  uint32_t counts;        // 1; 0 in rounds after the first, which are the same call
 };
 
 }  // namespace moonep

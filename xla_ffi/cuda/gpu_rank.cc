@@ -73,6 +73,7 @@ GpuRank::GpuRank(const DomainShape& shape, int32_t rank, const std::vector<std::
 
 GpuRank::~GpuRank() {
   DeviceGuard guard(options_.device);
+  if (reads_ != nullptr) cudaStreamDestroy(reads_);
   cudaFree(scratch_memory_);
   cudaFreeHost(record_);
 }
@@ -87,6 +88,9 @@ std::string GpuRank::Allocate() {
   if (options_.link_blocks <= 0 || options_.link_blocks > sms) options_.link_blocks = sms;
   if (options_.local_blocks <= 0 || options_.local_blocks > 2 * sms) options_.local_blocks = 2 * sms;
 
+  if (cudaError_t e = cudaStreamCreateWithFlags(&reads_, cudaStreamNonBlocking); e != cudaSuccess) {
+    return CudaError("setup", e);
+  }
   const size_t experts = static_cast<size_t>(d.experts);
   const size_t ranks = static_cast<size_t>(d.ranks);
   const size_t cells = experts * ranks;
@@ -227,7 +231,7 @@ int64_t GpuRank::Rounds(const CallArgs& call) const {
 cudaError_t GpuRank::Launch(const CallArgs& call, uint32_t site_hash, int64_t round, Phase phase, cudaStream_t stream) {
   const int at = call.ticket_at();
   const CallId id{static_cast<int32_t>(call.kind), site_hash,
-                  at < 0 ? nullptr : call.args[static_cast<size_t>(at)].i32()};
+                  at < 0 ? nullptr : call.args[static_cast<size_t>(at)].i32(), round == 0 ? 1u : 0u};
   switch (call.kind) {
     case Kind::kPlan:
       return LaunchPlan(call, id, phase, stream);
@@ -247,7 +251,7 @@ cudaError_t GpuRank::Launch(const CallArgs& call, uint32_t site_hash, int64_t ro
 cudaError_t GpuRank::Prepost(const CallArgs& call, uint32_t site_hash, cudaStream_t stream) {
   const int at = call.ticket_at();
   const CallId id{static_cast<int32_t>(call.kind), site_hash,
-                  at < 0 ? nullptr : call.args[static_cast<size_t>(at)].i32()};
+                  at < 0 ? nullptr : call.args[static_cast<size_t>(at)].i32(), 0};
   return LaunchPrepost(view_, PartOf(call.kind), id, stream);
 }
 
@@ -370,6 +374,16 @@ cudaError_t GpuRank::LaunchWeights(const CallArgs& call, const CallId& id, int64
       break;
   }
   return cudaErrorInvalidValue;
+}
+
+Counters GpuRank::counters(std::string* wrong) const {
+  DeviceGuard guard(options_.device);
+  Counters counters{};
+  const auto* own = reinterpret_cast<const ControlBlockGpu*>(view_.chunk[view_.rank]);
+  cudaError_t e = cudaMemcpyAsync(&counters, &own->counters, sizeof(counters), cudaMemcpyDeviceToHost, reads_);
+  if (e == cudaSuccess) e = cudaStreamSynchronize(reads_);
+  if (e != cudaSuccess) *wrong = CudaError("stats", e);
+  return counters;
 }
 
 std::string GpuRank::error() const {

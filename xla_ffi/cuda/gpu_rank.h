@@ -59,6 +59,8 @@ class GpuRank {
   std::string error() const;
   const DomainShape& shape() const { return view_.shape; }
   int device() const { return options_.device; }
+  // Of all calls so far, replays of captured graphs included, read from the device; waits for none of them.
+  Counters counters(std::string* wrong) const;
   // Calls enqueued by handlers; replays of a captured graph do not come here.
   uint64_t enqueued() const { return enqueued_.load(); }
 
@@ -77,6 +79,7 @@ class GpuRank {
   std::string group_;
   PlanScratch scratch_ = {};
   void* scratch_memory_ = nullptr;
+  cudaStream_t reads_ = nullptr;  // of its own: any other stream may wait for kernels that wait for peers
   std::atomic<uint64_t> enqueued_{0};
   ErrorRecord* record_ = nullptr;  // host address of view_.host_record
 };

@@ -13,6 +13,7 @@
 #include <tuple>
 #include <utility>
 
+#include "xla_ffi/common/counters_binding.h"
 #include "xla_ffi/common/shape_binding.h"
 #include "xla_ffi/cuda/handlers.h"
 #include "xla_ffi/cuda/registry.h"
@@ -54,6 +55,13 @@ moonep::CallArgs MakeCall(int64_t kind, const std::vector<Buffer>& args, const s
   for (const Buffer& b : args) call.args.push_back(array(b));
   for (const Buffer& b : rets) call.rets.push_back(array(b));
   return call;
+}
+
+moonep::Counters CountersOf(const GpuRank& rank) {
+  std::string wrong;
+  const moonep::Counters counters = rank.counters(&wrong);
+  if (!wrong.empty()) throw std::runtime_error(wrong);
+  return counters;
 }
 
 nb::capsule Capsule(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*)) {
@@ -121,6 +129,17 @@ NB_MODULE(_ffi_cuda, m) {
     for (const auto& rank : moonep::GpuRegistry::Get().RanksOf(domain)) calls += rank->enqueued();
     return calls;
   });
+  m.def("counters", [](int64_t domain) {
+    moonep::Counters sum{};
+    for (const auto& rank : moonep::GpuRegistry::Get().RanksOf(domain)) sum += CountersOf(*rank);
+    return moonep::CountersDict(sum);
+  });
+  m.def("ffi_api_version", [] { return std::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
+  m.def("cuda_runtime_version", [] {
+    int version = 0;
+    cudaRuntimeGetVersion(&version);
+    return version;
+  });
   m.def("limits", [] {
     nb::dict d;
     d["ranks"] = moonep::kMaxRanks;
@@ -147,6 +166,7 @@ NB_MODULE(_ffi_cuda, m) {
            nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("chunks"), nb::arg("timeout_s"),
            nb::arg("device") = 0, nb::arg("link_blocks") = 0, nb::arg("local_blocks") = 0, nb::arg("whole") = true,
            nb::arg("bulk") = true)
+      .def("counters", [](const GpuRank& self) { return moonep::CountersDict(CountersOf(self)); })
       .def("check",
            [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args, const std::vector<Buffer>& rets) {
              return moonep::CheckOperands(self.shape(), MakeCall(kind, args, rets));

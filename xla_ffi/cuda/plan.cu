@@ -114,10 +114,11 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ int32_t shared[];
   StreamTurn();
   const auto cluster = cooperative_groups::this_cluster();
-  if (cluster.block_rank() == 0) WaitArrived(v, Part::kIds);
+  uint64_t waited_ns = 0;
+  if (cluster.block_rank() == 0) waited_ns = WaitArrived(v, Part::kIds);
   cluster.sync();
   LetNextStart();
-  MakeTables(v, a, shared);
+  MakeTables(v, a, shared, waited_ns);
 }
 
 __global__ void __launch_bounds__(kThreads, 3)
@@ -139,12 +140,13 @@ __global__ void __launch_bounds__(kThreads)
   for (int tile = block; tile < tiles; tile += kClusterBlocks) PushTile(v, a, tile, 0, v.shape.ranks, shared);
   Blank(v, a);
   cluster.sync();
+  uint64_t waited_ns = 0;
   if (block == 0) {
     const CallState call = EndPush(v, a, id);
-    if (!WaitArrived(v, Part::kIds, call) && threadIdx.x == 0) State(v).live = 0;
+    if (!WaitArrived(v, Part::kIds, call, &waited_ns) && threadIdx.x == 0) State(v).live = 0;
   }
   cluster.sync();
-  MakeTables(v, a, shared);
+  MakeTables(v, a, shared, waited_ns);
   cluster.sync();
   for (int item = block; item < tiles * v.shape.ranks; item += kClusterBlocks) {
     PlaceTile(v, a, item % tiles, item / tiles, shared);

@@ -143,6 +143,7 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
     __syncthreads();
   }
   // A token's rows on this rank, in k order: the first is the primary, each names the next.
+  int32_t primaries = 0;
   for (int token = thread; token * d.topk < count; token += kThreads) {
     int32_t primary = -1;
     int32_t last = -1;
@@ -151,12 +152,18 @@ __device__ inline void PlaceTile(const RankViewGpu& v, const PlanArgs& a, int64_
       const int32_t row = my_row[token * d.topk + k];
       if (row < 0) continue;
       a.plan.src[row] = static_cast<int32_t>(source * n + first + token * d.topk + k);
-      if (primary < 0) primary = row;
+      if (primary < 0) {
+        primary = row;
+        ++primaries;
+      }
       a.plan.primary[row] = primary;
       if (last >= 0) a.plan.next[last] = row;
       last = row;
     }
   }
+  if (own) return;
+  primaries = __reduce_add_sync(kAllLanes, primaries);
+  if (lane == 0 && primaries != 0) Count(&v.own().counters.link_rows, static_cast<uint64_t>(primaries));
 }
 
 }  // namespace moonep::plan

@@ -94,6 +94,10 @@ __device__ inline void Decide(const RankViewGpu& v, const PlanArgs& a, int32_t* 
   }
   __syncthreads();
   const BlockTeam block;
+  for (int i = static_cast<int>(threadIdx.x); i < moves; i += kThreads) {
+    if (s.moves[i].to == v.rank) Count(&v.own().counters.moved_experts, 1);
+  }
+  if (threadIdx.x == 0) Count(&v.own().counters.rows, static_cast<uint64_t>(RankRows(d, s, total, v.rank)));
   BuildSlots(block, d, t, s.moves, moves, slots_row, v.rank, a.plan.group_sizes + epn, a.plan.group_rows + epn);
   WriteAlloc(block, d, s, moves, a.scratch.alloc);
 }
@@ -131,8 +135,8 @@ __device__ inline void PoisonTables(const RankViewGpu& v, const PlanArgs& a) {
   for (int i = thread; i < d.ranks; i += kThreads) a.plan.home_rows[i] = a.plan.rank_rows[i] = 0;
 }
 
-// Everything that is not per row, by one cluster.
-__device__ inline void MakeTables(const RankViewGpu& v, const PlanArgs& a, int32_t* shared) {
+// Everything that is not per row, by one cluster. waited_ns: for the peers' ids, known to the first thread.
+__device__ inline void MakeTables(const RankViewGpu& v, const PlanArgs& a, int32_t* shared, uint64_t waited_ns) {
   const auto cluster = cooperative_groups::this_cluster();
   ControlBlockGpu::PartState& part = State(v);
   const DomainShape& d = v.shape;
@@ -143,6 +147,7 @@ __device__ inline void MakeTables(const RankViewGpu& v, const PlanArgs& a, int32
   if (worker == 0) {
     a.plan.ticket[0] = live ? part.ticket : -1;
     part.busy = 0;
+    CountWait(v, part.kind, waited_ns);
   }
   if (!live) {
     if (block == 0) PoisonTables(v, a);

@@ -12,7 +12,8 @@ __global__ void __launch_bounds__(kMaxRanks)
 
 __global__ void __launch_bounds__(kMaxRanks) WaitKernel(const __grid_constant__ RankViewGpu v, Part which) {
   StreamTurn();
-  WaitArrived(v, which);
+  const uint64_t waited_ns = WaitArrived(v, which);
+  if (threadIdx.x == 0) CountWait(v, v.own().part[static_cast<int>(which)].kind, waited_ns);
 }
 
 __global__ void PrepostKernel(const __grid_constant__ RankViewGpu v, Part which, CallId id) {

@@ -43,6 +43,15 @@ __device__ inline uint32_t MixTag(uint32_t site_hash, int32_t ticket) {
 }
 __device__ inline uint64_t PackWord(uint32_t epoch, uint32_t tag) { return static_cast<uint64_t>(epoch) << 32 | tag; }
 
+// Adds to a counter of ep.stats(). The result is not used, so nobody waits for it; but a barrier of a cluster or a
+// release that follows does. So it stands beside other stores, or at a kernel's end. Called by one thread.
+__device__ inline void Count(uint64_t* counter, uint64_t n) {
+  atomicAdd(reinterpret_cast<unsigned long long*>(counter), static_cast<unsigned long long>(n));
+}
+__device__ inline void CountWait(const RankViewGpu& v, int32_t kind, uint64_t ns) {
+  if (ns != 0) Count(&v.own().counters.wait_ns[kind], ns);
+}
+
 // Called by one thread. The first record wins: peers are told who has it, and the host last.
 __device__ inline void RaiseError(const RankViewGpu& v, const ErrorRecord& record) {
   ControlBlockGpu& own = v.own();
@@ -73,9 +82,11 @@ struct CallState {
   uint32_t live;
   int32_t kind;
   int32_t ticket;
+  uint32_t counts;     // CallId's
+  uint64_t waited_ns;  // for credits; known to the first thread
 };
 __device__ inline CallState StateOf(const ControlBlockGpu::PartState& part) {
-  return {part.epoch, part.tag, part.site, part.live, part.kind, part.ticket};
+  return {part.epoch, part.tag, part.site, part.live, part.kind, part.ticket, 0, 0};
 }
 
 // Turns of a poll that acquire, each at the price of the L1 cache, so that a word which is about to come needs no
@@ -92,15 +103,17 @@ enum class Expect {
 };
 
 // One block; waits until every rank's word in `words` reaches `epoch` with what is expected. Returns true on all
-// threads when all came in time. Needs at least shape.ranks threads.
+// threads when all came in time. *waited_ns is the time that it took, for the first thread; 0 if all were there at the
+// first look. Needs at least shape.ranks threads.
 __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, uint32_t epoch, Expect expect,
-                                  const CallState& call) {
+                                  const CallState& call, uint64_t* waited_ns) {
   __shared__ uint64_t missing[2];
+  __shared__ uint64_t since;  // when a thread saw that its rank was not there; all look at about the same time
   __shared__ int32_t other;   // a rank that came with another call
   __shared__ int32_t failed;  // a rank with an error
   const int r = static_cast<int>(threadIdx.x);
   if (r == 0) {
-    missing[0] = missing[1] = 0;
+    missing[0] = missing[1] = since = 0;
     other = failed = -1;
   }
   __syncthreads();
@@ -121,7 +134,10 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
         }
         break;
       }
-      if (turn == 0) start = WallClockNs();
+      if (turn == 0) {
+        start = WallClockNs();
+        since = start;
+      }
       if (turn % 64 == 63) {
         // Any peer's error ends the wait, also that of one whose word is here: it knows who is missing. In turn,
         // because few threads may be left.
@@ -153,6 +169,7 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
     }
   }
   if (r == 0 && complete && expect != Expect::kAnyTag) own.seen[call.site % 1024] = call.site;
+  *waited_ns = r == 0 && since != 0 ? WallClockNs() - since : 0;
   return complete;
 }
 
@@ -205,6 +222,8 @@ __device__ inline CallState DecideCall(const RankViewGpu& v, const CallId& id, i
   // A plan's ticket is its epoch, without the sign bit: -1 says "poisoned".
   call.ticket = id.ticket != nullptr ? from.ticket : static_cast<int32_t>(call.epoch & 0x7fffffffu);
   call.live = failed < 0 && from.busy == 0 && call.ticket >= 0 ? 1 : 0;
+  call.counts = id.counts;
+  call.waited_ns = 0;
   if (threadIdx.x == 0) {
     if (failed >= 0) {
       AdoptError(v, failed);
@@ -226,6 +245,8 @@ __device__ inline void RecordCall(const RankViewGpu& v, Part which, const CallSt
   part.busy = 1;
   part.kind = call.kind;
   part.ticket = call.ticket;
+  if (call.counts != 0) Count(&v.own().counters.calls[call.kind], 1);
+  CountWait(v, call.kind, call.waited_ns);
 }
 
 // Decides on a call and waits for its credits: a receiver may still copy out what was sent in the epoch before. The
@@ -243,19 +264,26 @@ __device__ inline CallState BeginCall(const RankViewGpu& v, Part which, const Ca
   const int32_t failed = Agree(v, error, &from);
   CallState call = DecideCall(v, id, failed, from);
   const bool wait = __syncthreads_or(late) != 0;
-  if (wait && call.live != 0 && !WaitForAll(v, credits, from.epoch, Expect::kAnyTag, call)) call.live = 0;
+  if (wait && call.live != 0 && !WaitForAll(v, credits, from.epoch, Expect::kAnyTag, call, &call.waited_ns)) {
+    call.live = 0;
+  }
   return call;
 }
 
-// Waits for the data of all ranks; called by a whole block. Returns whether it came.
-__device__ inline bool WaitArrived(const RankViewGpu& v, Part which, const CallState& call) {
+// Waits for the data of all ranks; called by a whole block. Returns whether it came; *waited_ns as in WaitForAll.
+__device__ inline bool WaitArrived(const RankViewGpu& v, Part which, const CallState& call, uint64_t* waited_ns) {
+  *waited_ns = 0;
   const Expect expect = which == Part::kIds ? Expect::kTagOrNext : Expect::kTag;
-  return call.live != 0 && WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, expect, call);
+  return call.live != 0 &&
+         WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, expect, call, waited_ns);
 }
-__device__ inline void WaitArrived(const RankViewGpu& v, Part which) {
+// The same of the call that is recorded. Returns *waited_ns, for the caller to count.
+__device__ inline uint64_t WaitArrived(const RankViewGpu& v, Part which) {
   ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
-  const bool ok = WaitArrived(v, which, StateOf(part));
+  uint64_t waited_ns;
+  const bool ok = WaitArrived(v, which, StateOf(part), &waited_ns);
   if (threadIdx.x == 0 && !ok) part.live = 0;
+  return waited_ns;
 }
 
 // The end of a data kernel. The last block to come here calls `publish` (all threads), after all writes of all blocks.
@@ -308,6 +336,7 @@ __device__ inline void WholeCall(const RankViewGpu& v, Part which, const CallId&
                                  StartLocal start_local) {
   namespace cg = cooperative_groups;
   __shared__ CallState shared_call;
+  __shared__ uint64_t waited_ns;  // not a register: the local part needs them all
   const cg::cluster_group cluster = cg::this_cluster();
   const bool leads = cluster.block_rank() == 0;
   // Read from the first block's shared memory, half as far away as the L2 cache. That block ends after all others have
@@ -326,14 +355,19 @@ __device__ inline void WholeCall(const RankViewGpu& v, Part which, const CallId&
   if (leads && begun.live != 0) PublishArrived(v, which, begun);
   auto local = start_local();
   if (leads) {
-    const bool arrived = WaitArrived(v, which, begun);
-    if (threadIdx.x == 0) shared_call.live = arrived ? 1 : 0;
+    uint64_t waited;
+    const bool arrived = WaitArrived(v, which, begun, &waited);
+    if (threadIdx.x == 0) {
+      shared_call.live = arrived ? 1 : 0;
+      waited_ns = waited;
+    }
   }
   cluster.sync();
   const CallState arrived = *call;
   local.Run(arrived.live != 0);
   cluster.sync();
   if (leads) PublishConsumed(v, which, arrived);
+  if (leads && threadIdx.x == 0) CountWait(v, arrived.kind, waited_ns);
 }
 
 }  // namespace moonep
