@@ -310,10 +310,16 @@ def _agree_on_id(exchange: Exchange) -> int:
     """The largest of the processes' next free ids; none of them uses a smaller one again."""
     global _next_id
     free = next(_next_id)
-    offers = exchange.all_gather("domain id", str(free).encode())
-    agreed = max(int(offer) for offer in offers.values())
+    agreed = max(exchange.all_gather("domain id", str(free).encode(), _parse_id).values())
     _next_id = itertools.count(agreed + 1)
     return agreed
+
+
+def _parse_id(data: bytes) -> int:
+    # Later ids are larger: one that is far out would leave none.
+    if not (data.isdigit() and len(data) < 10):
+        raise ValueError(f"{data[:80]!r} instead of a number of less than 10 digits")
+    return int(data)
 
 
 def _start(
