@@ -292,6 +292,7 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         undo.callback(backend.module.stop, domain_id)
         spec = DomainSpec(domain_id, config, topology)
         exchange.guarded("start", lambda: _start(spec, backend, shape, shared, process, exchange.describe))
+        exchange.finish()  # raises when the last step failed on another process
         domain = Domain(spec, backend.module, shared, store, process, exchange.namespace, exchange.describe, parts)
         undo.pop_all()
     _log.info("%r: %s per rank", domain, ", ".join(f"{name} {count} bytes" for name, count in parts.items()))

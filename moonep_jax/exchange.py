@@ -228,6 +228,7 @@ class Exchange:
         self._steps = 0
         self._failed = False
         self._left = False
+        self._finished = False
 
     def __enter__(self) -> Exchange:
         return self
@@ -355,12 +356,16 @@ class Exchange:
         self._left = True
 
     def finish(self) -> None:
-        """Deletes the exchange's keys once all participants are done with them. To be called after failures, too.
+        """Deletes the exchange's keys once all participants are done with them. Idempotent; also called after failures.
 
         Raises SetupError when this participant's steps all went well, but another's last one did not.
         """
+        if self._finished:
+            return
+        self._finished = True
         # Best effort: if somebody is gone, the keys have no reader left; if the store is gone, so are the keys.
-        limit = min(_GRACE_S, self.timeout_s) if self._failed or self._left else self.timeout_s
+        # The others' last step may end as late as its limit.
+        limit = min(_GRACE_S, self.timeout_s) if self._failed or self._left else self.timeout_s + _GRACE_S
         reason: bytes | None = None
         with contextlib.suppress(Exception):
             self._store.barrier(f"{self.namespace}/finish", self.participants, limit)
@@ -369,6 +374,7 @@ class Exchange:
         with contextlib.suppress(Exception):
             self._store.delete(self.namespace)
         if reason is not None and not self._failed and not self._left:
+            self._failed = True
             raise SetupError(self._reason(reason))
 
     def _abort(self, text: str, cause: BaseException | None = None) -> NoReturn:
