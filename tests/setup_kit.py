@@ -35,6 +35,7 @@ STEPS = (
 CONFIG: dict[str, Any] = {"tokens": 4, "hidden": 8, "topk": 2, "experts": 12, "dtype": "float32"}
 # (process, step, sender, record) -> the record that is stored or read instead; may raise
 Hook = Callable[[int, str, int, bytes], bytes]
+Change = Callable[[bytes], bytes]  # of a record or a payload
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,21 @@ def with_payload(record: bytes, payload: bytes) -> bytes:
     """A well-formed record of the same step and sender."""
     name = record[24 : 24 + int.from_bytes(record[10:12], "little")].decode()
     return records.pack(name, int.from_bytes(record[12:16], "little"), payload)
+
+
+def at(step: str, change: Change, *, reader: int | None = None, sender: int = 1) -> Hook:
+    """A hook that changes one sender's record of one step, for one reader or for all."""
+
+    def hook(process: int, name: str, who: int, record: bytes) -> bytes:
+        hit = (name, who) == (step, sender) and reader in (None, process)
+        return change(record) if hit else record
+
+    return hook
+
+
+def put(offset: int, data: bytes) -> Change:
+    """Changes bytes at an offset."""
+    return lambda r: r[:offset] + data + r[offset + len(data) :]
 
 
 class View:

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from conftest import make_mesh
 from jax.sharding import PartitionSpec as P
-from setup_kit import CONFIG, STEPS, Hook, Job, job_of, mesh, payload_of, refused, with_payload
+from setup_kit import CONFIG, STEPS, Hook, Job, at, job_of, mesh, payload_of, refused, with_payload
 
 import moonep_jax as moonep
 from moonep_jax.env import Env
@@ -60,16 +60,6 @@ def test_a_clean_job(job: Job) -> None:
 
 
 # -- the store ---------------------------------------------------------------------------------------------------------
-
-
-def at(step: str, change: Callable[[bytes], bytes], *, reader: int | None = None, sender: int = 1) -> Hook:
-    """A hook that changes one sender's record of one step, for one reader or for all."""
-
-    def hook(process: int, name: str, who: int, record: bytes) -> bytes:
-        hit = (name, who) == (step, sender) and reader in (None, process)
-        return change(record) if hit else record
-
-    return hook
 
 
 def fails(_: bytes) -> bytes:
