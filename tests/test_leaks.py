@@ -48,7 +48,7 @@ def counts() -> dict[str, Any]:
 
 
 def unchanged(first: dict[str, Any], last: dict[str, Any], what: str, threads: int = 0) -> None:
-    """What one cycle leaves, all do. JAX, Python and malloc may map a little now and then; its client starts threads."""
+    """What one cycle leaves, all do. JAX, Python and malloc map a little now and then; JAX starts threads late."""
     for name, slack in {"fds": 0, "moonep maps": 0, "threads": threads, "maps": 12, "KiB": 16384}.items():
         assert last[name] - first[name] <= slack, f"{what}: {name} grew by {last[name] - first[name]}: {first}, {last}"
     assert last.get("shm") == first.get("shm") and not last.get("keys")
