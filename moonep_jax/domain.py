@@ -327,6 +327,7 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         undo.callback(backend.module.stop, domain_id)
         spec = DomainSpec(domain_id, config, topology)
         exchange.guarded("start", lambda: _start(spec, backend, shape, shared, process, exchange.describe))
+        exchange.finish()  # raises when the last step failed on another process
         domain = Domain(spec, backend.module, shared, store, process, exchange.namespace, exchange.describe, parts)
         undo.pop_all()
     _log.info("%s", _headline(domain, hosts))
@@ -359,10 +360,16 @@ def _agree_on_id(exchange: Exchange) -> int:
     """The largest of the processes' next free ids; none of them uses a smaller one again."""
     global _next_id
     free = next(_next_id)
-    offers = exchange.all_gather("domain id", str(free).encode())
-    agreed = max(int(offer) for offer in offers.values())
+    agreed = max(exchange.all_gather("domain id", str(free).encode(), _parse_id).values())
     _next_id = itertools.count(agreed + 1)
     return agreed
+
+
+def _parse_id(data: bytes) -> int:
+    # Later ids are larger: one that is far out would leave none.
+    if not (data.isdigit() and len(data) < 10):
+        raise ValueError(f"{data[:80]!r} instead of a number of less than 10 digits")
+    return int(data)
 
 
 def _start(

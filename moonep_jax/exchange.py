@@ -4,7 +4,7 @@
 simulated in threads). `Exchange` runs steps that every participant enters in the same order. A step ends alike on
 every participant: with a result, or with a SetupError of the same text that names the culprits; nobody is left waiting.
 
-A *participant* is a process index. Imports errors, and _compat for the client of jax.distributed.
+A *participant* is a process index. Imports errors, records, and _compat for the client of jax.distributed.
 """
 
 from __future__ import annotations
@@ -13,23 +13,20 @@ import contextlib
 import hashlib
 import itertools
 import json
-import struct
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import jax
 
 from moonep_jax import _compat
 from moonep_jax.errors import MoonEPError, SetupError, message
+from moonep_jax.records import pack, parse_texts, unpack
 
 T = TypeVar("T")
 
-_HEADER: Final = struct.Struct("<8sHHIQ")  # magic, version, bytes of the step's name, sender, bytes of the payload
-_MAGIC: Final = b"MOONEPEX"
-_VERSION: Final = 1
 _SLICE_S: Final = 1.0  # seconds between two looks at the abort key while a record is awaited
 _GRACE_S: Final = 5.0  # seconds that a failed setup waits for the others before it deletes the keys
 
@@ -231,6 +228,7 @@ class Exchange:
         self._steps = 0
         self._failed = False
         self._left = False
+        self._finished = False
 
     def __enter__(self) -> Exchange:
         return self
@@ -244,38 +242,58 @@ class Exchange:
                 self._abort(self._text(wrong, _error_text(error), "success everywhere", fix))
         self.finish()
 
-    def all_gather(self, step: str, payload: bytes) -> dict[int, bytes]:
-        """Every participant's payload, by participant. One time limit for all; all missing ones are named."""
+    def all_gather(self, step: str, payload: bytes, parse: Callable[[bytes], Any] = bytes) -> dict[int, Any]:
+        """Every participant's payload, by participant. One time limit for all; all missing ones are named.
+
+        parse: makes a value of a payload. What it raises is an error about the payload's sender, on all participants.
+        """
         prefix = f"{self.namespace}/{self._steps}"
         self._steps += 1
-        if not self._store.set(f"{prefix}/{self.participant}", _pack(step, self.participant, payload)):
+        record = pack(step, self.participant, payload)
+        if not self._stored(step, lambda: self._store.set(f"{prefix}/{self.participant}", record)):
             fix = "give every setup its own namespace, and every process its own index"
             self._abort(self._text(f"step '{step}' was entered twice", self.describe(self.participant), "once", fix))
         deadline = time.monotonic() + self.timeout_s
-        gathered: dict[int, bytes] = {}
+        gathered: dict[int, Any] = {}
         for p in self.participants:
             record = self._await(step, prefix, p, deadline)
             try:
-                gathered[p] = _unpack(record, step, p)
-            except ValueError as error:
+                gathered[p] = parse(unpack(record, step, p))
+            except Exception as error:
+                got = error if type(error) is ValueError else _error_text(error)
                 fix = "run the same version of moonep_jax and the same program on every process"
-                self._abort(self._text(f"bad record of step '{step}' from {self.describe(p)}", error, "a record", fix))
+                self._abort(self._text(f"bad record of step '{step}' from {self.describe(p)}", got, "a record", fix))
         return gathered
 
     def _await(self, step: str, prefix: str, sender: int, deadline: float) -> bytes:
+        keys = {p: f"{prefix}/{p}" for p in self.participants}
         while True:
-            left = deadline - time.monotonic()
-            try:
-                return self._store.get(f"{prefix}/{sender}", max(0.0, min(left, _SLICE_S)))
-            except TimeoutError:
-                self._raise_if_aborted()
+            if (record := self._stored(step, lambda: self._get(keys[sender], deadline))) is not None:
+                return record
+            self._raise_if_aborted()
             if time.monotonic() >= deadline:
-                missing = [p for p in self.participants if self._store.try_get(f"{prefix}/{p}") is None]
-                if sender in missing:
-                    names = ", ".join(self.describe(p) for p in missing)
-                    expected = f"all {len(self.participants)} processes within {self.timeout_s:g} s"
-                    fix = "see the logs of those processes, or raise MOONEP_SETUP_TIMEOUT_S"
-                    self._abort(self._text(f"step '{step}' timed out", f"no word from {names}", expected, fix))
+                late = self._stored(step, lambda: {p: self._store.try_get(key) for p, key in keys.items()})
+                if (record := late[sender]) is not None:
+                    return record
+                names = ", ".join(self.describe(p) for p, value in late.items() if value is None)
+                expected = f"all {len(self.participants)} processes within {self.timeout_s:g} s"
+                fix = "see the logs of those processes, or raise MOONEP_SETUP_TIMEOUT_S"
+                self._abort(self._text(f"step '{step}' timed out", f"no word from {names}", expected, fix))
+
+    def _get(self, key: str, deadline: float) -> bytes | None:
+        try:
+            return self._store.get(key, max(0.0, min(deadline - time.monotonic(), _SLICE_S)))
+        except TimeoutError:
+            return None
+
+    def _stored(self, step: str, call: Callable[[], T]) -> T:
+        """What a call of the store returns. If it fails here, the step fails everywhere, and this one is named."""
+        try:
+            return call()
+        except Exception as error:
+            wrong = f"the key-value store failed in step '{step}' on {self.describe(self.participant)}"
+            fix = "see the log of process 0, which keeps the store"
+            self._abort(self._text(wrong, f"[{_error_text(error)}]", "an answer", fix), error)
 
     def vote(self, step: str, error: BaseException | str | None) -> None:
         """Ends a step on all participants alike: returns when none has an error, else raises one SetupError on all."""
@@ -285,13 +303,12 @@ class Exchange:
             if text:
                 culprits[text.decode(errors="replace")].append(self.describe(p))
         if culprits:
-            self._failed = True
             failed, count = sum(map(len, culprits.values())), len(self.participants)
             got = " | ".join(f"{', '.join(names)}: {text}" for text, names in culprits.items())
             wrong = f"step '{step}' failed on {failed} of {count} process{'es' if count > 1 else ''}"
             fix = f"remove the cause and run {self.op} again on every process"
             cause = error if isinstance(error, BaseException) else None
-            raise SetupError(self._text(wrong, f"[{got}]", "success everywhere", fix)) from cause
+            self._abort(self._text(wrong, f"[{got}]", "success everywhere", fix), cause)
 
     def guarded(self, step: str, fn: Callable[[], T]) -> T:
         """Runs fn and votes: its result, or one SetupError on all participants when any of them failed.
@@ -308,8 +325,7 @@ class Exchange:
 
     def compare(self, step: str, fields: dict[str, str]) -> None:
         """Returns when all participants gave the same fields; else names the fields, participants and values."""
-        sent = self.all_gather(step, json.dumps(fields).encode())
-        tables = {p: json.loads(data) for p, data in sent.items()}
+        tables = self.all_gather(step, json.dumps(fields).encode(), parse_texts)
         differing: list[str] = []
         for field in sorted({f for table in tables.values() for f in table}):
             values: defaultdict[str, list[str]] = defaultdict(list)
@@ -318,10 +334,9 @@ class Exchange:
             if len(values) > 1:
                 differing.append(f"{field} = " + " / ".join(f"{v!r} on {', '.join(n)}" for v, n in values.items()))
         if differing:
-            self._failed = True
             fix = "give every process the same config, mesh and versions"
             wrong = f"step '{step}': the processes differ"
-            raise SetupError(self._text(wrong, f"[{' | '.join(differing)}]", "one value of each field", fix))
+            self._abort(self._text(wrong, f"[{' | '.join(differing)}]", "one value of each field", fix))
 
     def barrier(self, step: str) -> None:
         """Waits for all participants; the missing ones are named in the SetupError."""
@@ -335,28 +350,59 @@ class Exchange:
 
     def leave(self, step: str) -> None:
         """Tells whoever waits in `all_present(step)` that this participant takes no part; waits for nobody."""
-        self._store.set(f"{self.namespace}/{self._steps}/{self.participant}", _pack(step, self.participant, b"left"))
+        key, word = f"{self.namespace}/{self._steps}/{self.participant}", pack(step, self.participant, b"left")
+        with contextlib.suppress(Exception):  # without a store nobody waits for the word either
+            self._store.set(key, word)
         self._left = True
 
     def finish(self) -> None:
-        """Deletes the exchange's keys once all participants are done with them. To be called after failures, too."""
-        # Best effort: if somebody is gone, the keys have no reader left; if the store is gone, so are the keys.
-        limit = min(_GRACE_S, self.timeout_s) if self._failed or self._left else self.timeout_s
-        with contextlib.suppress(TimeoutError, MoonEPError):
-            self._store.barrier(f"{self.namespace}/finish", self.participants, limit)
-        with contextlib.suppress(MoonEPError):
-            self._store.delete(self.namespace)
+        """Deletes the exchange's keys once all participants are done with them. Idempotent; also called after failures.
 
-    def _abort(self, text: str) -> NoReturn:
+        Raises SetupError when this participant's steps all went well, but another's last one did not.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        # Best effort: if somebody is gone, the keys have no reader left; if the store is gone, so are the keys.
+        # The others' last step may end as late as its limit.
+        limit = min(_GRACE_S, self.timeout_s) if self._failed or self._left else self.timeout_s + _GRACE_S
+        reason: bytes | None = None
+        with contextlib.suppress(Exception):
+            self._store.barrier(f"{self.namespace}/finish", self.participants, limit)
+            reason = self._store.try_get(f"{self.namespace}/abort")
+            self._store.barrier(f"{self.namespace}/read", self.participants, limit)  # all have looked
+        with contextlib.suppress(Exception):
+            self._store.delete(self.namespace)
+        if reason is not None and not self._failed and not self._left:
+            self._failed = True
+            raise SetupError(self._reason(reason))
+
+    def _abort(self, text: str, cause: BaseException | None = None) -> NoReturn:
         # The first failure wins: its text is what every participant raises, late ones included.
-        self._store.set(f"{self.namespace}/abort", text.encode())
-        self._raise_if_aborted()
-        raise SetupError(text)
+        self._failed = True
+        try:
+            self._store.set(f"{self.namespace}/abort", text.encode())
+            reason = self._store.try_get(f"{self.namespace}/abort")
+        except Exception:  # no store, no common text
+            reason = None
+        raise SetupError(text if reason is None else self._reason(reason)) from cause
 
     def _raise_if_aborted(self) -> None:
-        if (text := self._store.try_get(f"{self.namespace}/abort")) is not None:
+        try:
+            reason = self._store.try_get(f"{self.namespace}/abort")
+        except Exception:  # it will fail in the step itself, too, which says so
+            return
+        if reason is not None:
             self._failed = True
-            raise SetupError(text.decode(errors="replace"))
+            raise SetupError(self._reason(reason))
+
+    def _reason(self, text: bytes) -> str:
+        """The text with which a participant gave up, or what to say instead of one that is none."""
+        with contextlib.suppress(UnicodeDecodeError):
+            if (reason := text.decode()).startswith(f"{self.op}: "):
+                return reason
+        fix = f"see the logs of all processes and run {self.op} again"
+        return self._text("a process gave up without a reason that can be read", repr(text[:80]), "a text", fix)
 
     def _text(self, wrong: str, got: object, expected: object, fix: str) -> str:
         return message(self.op, wrong, got, expected, fix)
@@ -364,27 +410,3 @@ class Exchange:
 
 def _error_text(error: BaseException | str) -> str:
     return str(error) if isinstance(error, str | MoonEPError) else f"{type(error).__name__}: {error}"
-
-
-def _pack(step: str, sender: int, payload: bytes) -> bytes:
-    name = step.encode()
-    return _HEADER.pack(_MAGIC, _VERSION, len(name), sender, len(payload)) + name + payload
-
-
-def _unpack(record: bytes, step: str, sender: int) -> bytes:
-    """The payload of a record. Raises ValueError saying what is wrong with it."""
-    if len(record) < _HEADER.size:
-        raise ValueError(f"{len(record)} bytes, shorter than the header of {_HEADER.size}")
-    magic, version, name_bytes, got_sender, payload_bytes = _HEADER.unpack_from(record)
-    name, payload = record[_HEADER.size : _HEADER.size + name_bytes], record[_HEADER.size + name_bytes :]
-    if magic != _MAGIC:
-        raise ValueError(f"magic {magic!r} instead of {_MAGIC!r}")
-    if version != _VERSION:
-        raise ValueError(f"version {version} instead of {_VERSION}")
-    if name != step.encode():
-        raise ValueError(f"step {name.decode(errors='replace')!r} instead of {step!r}")
-    if got_sender != sender:
-        raise ValueError(f"sender {got_sender} instead of {sender}")
-    if len(payload) != payload_bytes:
-        raise ValueError(f"{len(payload)} payload bytes instead of {payload_bytes}")
-    return payload

@@ -67,52 +67,64 @@ class HandleRecord:
 
 
 def decode(
-    data: bytes, *, namespace: str, group: int, rank: int, ranks: int, nbytes: int, kind: Kind | None = None
+    data: bytes,
+    *,
+    namespace: str,
+    group: int,
+    rank: int,
+    ranks: int,
+    nbytes: int,
+    kind: Kind | None = None,
+    sender: str = "",
 ) -> HandleRecord:
     """The record that `rank` of `group` (of `ranks` ranks) sent in this setup. SetupError, with a text per check.
 
-    kind: the one kind to accept; None: any.
+    kind: the one kind to accept; None: any. sender: who sent it, for the texts.
     """
+
+    def bad(wrong: str, got: object, expected: object) -> SetupError:
+        return _bad(wrong, got, expected, sender)
+
     if len(data) != RECORD_BYTES:
-        raise _bad("a record of wrong length", f"{len(data)} bytes", f"{RECORD_BYTES} bytes")
+        raise bad("a record of wrong length", f"{len(data)} bytes", f"{RECORD_BYTES} bytes")
     magic, version, code, total, digest, *rest = _RECORD.unpack(data)
     got_group, got_rank, got_bytes, pid, uid, fd, name, name_bytes, fabric = rest
     if magic != _MAGIC:
-        raise _bad("a record without the magic", repr(magic), repr(_MAGIC))
+        raise bad("a record without the magic", repr(magic), repr(_MAGIC))
     if version != _VERSION:
-        raise _bad("a record of another version", version, _VERSION)
+        raise bad("a record of another version", version, _VERSION)
     if total != RECORD_BYTES:
-        raise _bad("a record that states a wrong size", f"{total} bytes", f"{RECORD_BYTES} bytes")
+        raise bad("a record that states a wrong size", f"{total} bytes", f"{RECORD_BYTES} bytes")
     if code not in _KINDS:
-        raise _bad("a record of unknown kind", code, ", ".join(f"{c} ({kind})" for c, kind in _KINDS.items()))
+        raise bad("a record of unknown kind", code, ", ".join(f"{c} ({kind})" for c, kind in _KINDS.items()))
     if digest != namespace_digest(namespace):
-        raise _bad("a record of another setup or job", digest.hex(), namespace_digest(namespace).hex())
+        raise bad("a record of another setup or job", digest.hex(), namespace_digest(namespace).hex())
     if got_group != group:
-        raise _bad("a record of another group", f"group {got_group}", f"group {group}")
+        raise bad("a record of another group", f"group {got_group}", f"group {group}")
     if got_rank >= ranks:
-        raise _bad("a rank out of range", f"rank {got_rank}", f"0 to {ranks - 1}")
+        raise bad("a rank out of range", f"rank {got_rank}", f"0 to {ranks - 1}")
     if got_rank != rank:
-        raise _bad("a record of another rank", f"rank {got_rank}", f"rank {rank}")
+        raise bad("a record of another rank", f"rank {got_rank}", f"rank {rank}")
     if got_bytes != nbytes:
-        raise _bad(f"rank {rank}'s chunk has another size", f"{got_bytes} bytes", f"{nbytes} bytes")
+        raise bad(f"rank {rank}'s chunk has another size", f"{got_bytes} bytes", f"{nbytes} bytes")
     if pid == 0:
-        raise _bad("a record without a process id", pid, "a process id of at least 1")
+        raise bad("a record without a process id", pid, "a process id of at least 1")
     if kind is not None and kind != _KINDS[code]:
-        raise _bad(f"rank {rank}'s handle is of another kind", _KINDS[code], kind)
+        raise bad(f"rank {rank}'s handle is of another kind", _KINDS[code], kind)
     kind = _KINDS[code]
     if kind == "fd":
         if fd < 0:
-            raise _bad(f"rank {rank}'s fd is not a descriptor", fd, "0 or more")
+            raise bad(f"rank {rank}'s fd is not a descriptor", fd, "0 or more")
         if not 0 < name_bytes <= SOCKET_NAME_BYTES or not name[:name_bytes].isascii() or any(name[name_bytes:]):
             expected = f"1 to {SOCKET_NAME_BYTES} ASCII bytes"
-            raise _bad(f"rank {rank}'s socket name is malformed", f"{name_bytes} bytes", expected)
+            raise bad(f"rank {rank}'s socket name is malformed", f"{name_bytes} bytes", expected)
         if any(fabric):
-            raise _bad("an fd record with a fabric handle", fabric.hex(), "zeros")
+            raise bad("an fd record with a fabric handle", fabric.hex(), "zeros")
         return HandleRecord(kind, digest, group, rank, nbytes, pid, uid, fd, name[:name_bytes].decode("ascii"))
     if fd != -1 or name_bytes or any(name):
-        raise _bad("a fabric record with an fd or a socket", f"fd {fd}, {name_bytes} name bytes", "fd -1, no name")
+        raise bad("a fabric record with an fd or a socket", f"fd {fd}, {name_bytes} name bytes", "fd -1, no name")
     if not any(fabric):
-        raise _bad(f"rank {rank}'s fabric handle is empty", "zeros", f"{FABRIC_BYTES} bytes from the driver")
+        raise bad(f"rank {rank}'s fabric handle is empty", "zeros", f"{FABRIC_BYTES} bytes from the driver")
     return HandleRecord(kind, digest, group, rank, nbytes, pid, uid, fabric=fabric)
 
 
@@ -186,6 +198,8 @@ def _kind_error(wrong: str, lacking: Sequence[Capability], expected: str, fix: s
     return SetupError(message("setup", wrong, f"[{got}]", expected, fix))
 
 
-def _bad(wrong: str, got: object, expected: object) -> SetupError:
+def _bad(wrong: str, got: object, expected: object, sender: str = "") -> SetupError:
     fix = "run the same version of moonep_jax and the same config on every process"
-    return SetupError(message("setup", f"memory handles: {wrong}", got, expected, fix))
+    return SetupError(
+        message("setup", f"memory handles{f' of {sender}' if sender else ''}: {wrong}", got, expected, fix)
+    )

@@ -61,9 +61,15 @@ def test_a_rank_that_leaves_is_named_by_every_op(tmp_path: Path) -> None:
     run.ended_well()
 
 
-def test_fifty_setups_leave_nothing_behind(tmp_path: Path) -> None:
-    run = launch("gpu:cycles", 2, 1, tmp_path, env=ENV, timeout_s=200)
-    for (early_fds, early_free), (late_fds, late_free) in run.of("counts"):
-        assert late_fds <= early_fds
-        assert late_free >= early_free - (4 << 20)
+def test_setups_leave_nothing_behind(tmp_path: Path) -> None:
+    """200 that succeed, and 200 in each of which a call of one process's driver fails, each call in turn."""
+    run = launch("leaks:gpu_cycles", 2, 1, tmp_path, env=ENV, timeout_s=280, args={"clean": 200, "failing": 200})
+    for case in ("clean", "failing"):
+        for (early_fds, early_free), (late_fds, late_free) in run.of(case):
+            assert late_fds <= early_fds, case
+            assert late_free >= early_free - (4 << 20), case
+    first, second = run.of("texts")
+    assert first == second and len(first) == 200
+    assert all(text.startswith("SetupError: ") and "injected" in text for text in first), first
+    assert all(run.of("works"))
     run.ended_well()

@@ -27,6 +27,7 @@ _REQUEST_MAGIC: Final = b"MOONEPFD"
 _REQUEST_VERSION: Final = 1
 _RIGHTS: Final = (socket.SOL_SOCKET, socket.SCM_RIGHTS)
 _CONNECTION_S: Final = 2.0  # seconds the server grants one connection, so that a stray one cannot block the others
+_FOREIGN_S: Final = 0.05  # the same for a connection of another user
 # System calls without a wrapper in Python or older C libraries; the numbers are those of x86_64 and aarch64 alike.
 _PIDFD_OPEN: Final = 434
 _PIDFD_GETFD: Final = 438
@@ -90,10 +91,12 @@ class FdServer:
                         _log.warning("setup: a peer left while fetching a descriptor: %s", error)
 
     def _answer(self, connection: socket.socket) -> None:
-        connection.settimeout(_CONNECTION_S)
+        # Anybody may connect to an abstract name: another user must not hold up the peers.
+        foreign = (uid := self._uid_of(connection)) != os.geteuid()
+        connection.settimeout(_FOREIGN_S if foreign else _CONNECTION_S)
         # Read first: closing with the request unread would reset the connection and lose the refusal's text.
         request = connection.recv(_REQUEST.size)
-        if (uid := self._uid_of(connection)) != os.geteuid():
+        if foreign:
             refusal = f"user {uid} is not {os.geteuid()}"
         elif len(request) != _REQUEST.size:
             refusal = f"request of {len(request)} bytes, expected {_REQUEST.size}"
@@ -171,6 +174,10 @@ def fetch(
 
     Tries the transports in order. Raises SetupError saying what failed in each; no descriptor stays open then.
     """
+    if record.uid != os.geteuid():
+        fix = "run the processes as one user"
+        wrong = f"the chunk of rank {record.rank} of group {record.group} is another user's"
+        raise SetupError(message("setup", wrong, f"user {record.uid}", f"user {os.geteuid()}", fix))
     failures: list[str] = []
     for name, transport in transports:
         try:

@@ -100,6 +100,7 @@ def create(nbytes: int, name: str) -> int:
     check_free(nbytes, nbytes, free_bytes())
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        os.fchmod(fd, 0o600)  # born open to everybody who gets at its descriptor
         os.ftruncate(fd, nbytes)
         # Sealed: a peer that shrinks the file would make our next access a SIGBUS.
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)

@@ -1,4 +1,4 @@
-"""Which host each process of a setup runs on. Linux only. Imports exchange."""
+"""Which host each process of a setup runs on. Linux only. Imports exchange and records."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from moonep_jax.exchange import Exchange
+from moonep_jax.records import parse_texts
 
 
 @dataclass(frozen=True)
@@ -37,5 +38,5 @@ def _boot_id() -> str:
 def gather_hosts(exchange: Exchange, here: HostInfo | None = None) -> dict[int, HostInfo]:
     """Every process's host, by process index. Collective."""
     info = HostInfo.here() if here is None else here
-    sent = exchange.all_gather("hosts", json.dumps(dataclasses.asdict(info)).encode())
-    return {p: HostInfo(**json.loads(data)) for p, data in sent.items()}
+    sent = json.dumps(dataclasses.asdict(info)).encode()
+    return exchange.all_gather("hosts", sent, lambda data: HostInfo(**parse_texts(data)))

@@ -1,22 +1,24 @@
 """share(): the collective part of symmetric memory, the same for every kind of memory (`Backend`).
 
-check room -> choose the handle kind -> create and export -> gather handles -> import and map. Each step ends in a vote,
-so that a failure anywhere is the same SetupError everywhere and frees everything.
+check room -> choose the handle kind -> create and export -> gather and check handles -> import and map. Each step ends
+in a vote, so that a failure anywhere is the same SetupError everywhere and frees everything.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import logging
+import secrets
 import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
-from typing import Literal
+from typing import Final, Literal
 
 from moonep_jax.env import Env
 from moonep_jax.errors import SetupError, message
 from moonep_jax.exchange import Exchange
-from moonep_jax.handles import RECORD_BYTES, decode, namespace_digest
+from moonep_jax.handles import RECORD_BYTES, HandleRecord, decode, namespace_digest
 from moonep_jax.memory import fds
 from moonep_jax.memory.backend import Backend, Chunk, Export, Fetch, accept, offer
 from moonep_jax.memory.hosts import HostInfo
@@ -26,6 +28,7 @@ from moonep_jax.topology import Group, Member, Topology
 _log = logging.getLogger("moonep_jax")
 
 SharedBy = Literal["local", "fd", "fabric"]
+_TOKEN_BYTES: Final = 16
 
 
 class SharedMemory:
@@ -85,7 +88,6 @@ def share(
     everything and raises the same SetupError in every process.
     """
     fetch = functools.partial(fds.fetch, validate=backend.validate_fd) if fetch is None else fetch
-    digest = namespace_digest(exchange.namespace)
     ranks = frozenset(range(topology.ranks) if owners is None else owners)
 
     def places(p: int) -> list[tuple[Group, Member]]:
@@ -102,7 +104,11 @@ def share(
         backend.check_room(nbytes, [m.device_id for _, m in places(process_index)], on_host)
 
     exchange.guarded("check the memory", check)
-    kinds = choose_kinds(exchange, topology, process_index, backend, env, hosts, fetch)
+    # Namespaces are the same in every job. What binds records, sockets and memory to this setup is in no other.
+    tokens = exchange.all_gather("tokens", secrets.token_bytes(_TOKEN_BYTES), _parse_token)
+    name = f"{exchange.namespace}/{hashlib.sha256(b''.join(tokens.values())).hexdigest()}"
+    digest = namespace_digest(name)
+    kinds = choose_kinds(exchange, name, topology, process_index, backend, env, hosts, fetch)
     local = {g.index for g, _ in topology.local(process_index)}
     shared = SharedMemory(nbytes, {g: kinds.get(g, "local") for g in sorted(local)})
 
@@ -116,9 +122,8 @@ def share(
                 exports.append(Export(chunk, kind, handle, [p for p in g.processes if p != process_index]))
         return b"".join(r.encode() for r in offer(exports, transient))
 
-    def attach() -> None:
-        # Half of the limit, so that a slow import still leaves the others time to wait for this process's vote.
-        deadline = time.monotonic() + exchange.timeout_s / 2
+    def check_records() -> list[tuple[Group, Member, HandleRecord]]:
+        records: list[tuple[Group, Member, HandleRecord]] = []
         for p, data in payloads.items():
             spanning = [(g, m) for g, m in places(p) if len(g.processes) > 1]
             if len(data) != RECORD_BYTES * len(spanning):
@@ -127,24 +132,41 @@ def share(
                 fix = "run the same version of moonep_jax on every process"
                 raise SetupError(message("setup", wrong, got, expected, fix))
             for i, (g, m) in enumerate(spanning):
-                if p == process_index or g.index not in kinds:
+                if g.index not in kinds:
                     continue
                 record = decode(
                     data[i * RECORD_BYTES : (i + 1) * RECORD_BYTES],
-                    namespace=exchange.namespace,
+                    namespace=name,
                     group=g.index,
                     rank=m.rank,
                     ranks=topology.ranks,
                     nbytes=nbytes,
                     kind=kinds[g.index],
+                    sender=exchange.describe(p),
                 )
-                left = max(0.1, deadline - time.monotonic())
+                if p != process_index:
+                    records.append((g, m, record))
+        return records
+
+    def attach() -> None:
+        # Half of the limit, so that a slow import still leaves the others time to wait for this process's vote.
+        deadline = time.monotonic() + exchange.timeout_s / 2
+        for g, m, record in records:
+            left = max(0.1, deadline - time.monotonic())
+            try:
                 mapped = accept(backend, record, devices(g), fetch, process_index, left)
-                shared.add(g.index, m.rank, *mapped, own=False)
+            except SetupError:
+                raise
+            except (OSError, RuntimeError) as error:
+                wrong = f"cannot map the chunk of rank {m.rank} of group {g.index}"
+                fix = f"see the log of {exchange.describe(m.process_index)}"
+                raise SetupError(message("setup", wrong, f"[{error}]", "its memory", fix)) from error
+            shared.add(g.index, m.rank, *mapped, own=False)
 
     try:
         with ExitStack() as transient:  # handles, descriptors and the server: gone on every path
             payloads = exchange.all_gather("handles", exchange.guarded("create the chunks", export))
+            records = exchange.guarded("check the handles", check_records)  # all of them, before any import
             exchange.guarded("import the chunks", attach)
     except BaseException:
         shared.free()
@@ -153,3 +175,9 @@ def share(
         spread = f"{topology.ranks} ranks on {len({hosts[p] for p in g.processes})} host(s)"
         _log.debug("setup: memory of group %d (%s) is shared by: %s", g.index, spread, shared.kind_of(g.index))
     return shared
+
+
+def _parse_token(data: bytes) -> bytes:
+    if len(data) != _TOKEN_BYTES:
+        raise ValueError(f"{len(data)} bytes instead of {_TOKEN_BYTES}")
+    return data

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Final
+from typing import Any, Final
 
 from moonep_jax.env import Env, HandleType
 from moonep_jax.errors import MoonEPError
@@ -20,6 +20,7 @@ from moonep_jax.exchange import Exchange
 from moonep_jax.handles import Capability, HandleRecord, Kind, choose_kind, decode, namespace_digest
 from moonep_jax.memory.backend import Backend, Chunk, Export, Fetch, accept, offer
 from moonep_jax.memory.hosts import HostInfo
+from moonep_jax.records import check_texts, parse_texts
 from moonep_jax.topology import Group, Topology
 
 _log = logging.getLogger("moonep_jax")
@@ -32,6 +33,7 @@ Findings = dict[tuple[int, int, Kind], str]
 
 def choose_kinds(
     exchange: Exchange,
+    name: str,
     topology: Topology,
     process_index: int,
     backend: Backend,
@@ -41,6 +43,7 @@ def choose_kinds(
 ) -> dict[int, Kind]:
     """The handle kind of each of this process's groups that span processes. Collective over the topology's processes.
 
+    name: of this setup, and of no other anywhere.
     Every process raises the same SetupError when a group has no kind that works.
     """
     spanning = [g for g in topology.groups if len(g.processes) > 1]
@@ -50,7 +53,7 @@ def choose_kinds(
     mine = [g for g in spanning if process_index in g.processes]
     found: Findings
     if backend.trial:
-        found = _try_all(exchange, topology, process_index, backend, tried, fetch)
+        found = _try_all(exchange, f"{name}/trial", topology, process_index, backend, tried, fetch)
     else:
         found = {
             (g.index, m.rank, kind): backend.refusal(kind, m.device_id)
@@ -86,15 +89,15 @@ def _capability(group: Group, rank: int, host: str, found: Findings) -> Capabili
 
 def _try_all(
     exchange: Exchange,
+    name: str,
     topology: Topology,
     process_index: int,
     backend: Backend,
     tried: Mapping[int, tuple[Kind, ...]],
     fetch: Fetch,
 ) -> Findings:
-    """What every rank of every group found."""
-    namespace = f"{exchange.namespace}/trial"  # of its own: a record of the trial must not pass for a chunk's
-    digest = namespace_digest(namespace)
+    """What every rank of every group found. name: of its own: a record of the trial must not pass for a chunk's."""
+    digest = namespace_digest(name)
     places = [(g, m) for g, m in topology.local(process_index) if g.index in tried]
 
     def devices(group: Group) -> list[int]:
@@ -119,12 +122,12 @@ def _try_all(
             records = {_key(r.group, r.rank, r.kind): r.encode().hex() for r in offer(exports, transient)}
             return json.dumps([found, records]).encode()
 
-        offered = exchange.all_gather("trial handles", exchange.guarded("try the handle kinds", export))
+        sent = exchange.guarded("try the handle kinds", export)
+        answers = exchange.all_gather("trial handles", sent, _parse_offer)
 
         def attach() -> bytes:
             # Half of the limit, so that a slow import still leaves the others time to wait for this process.
             deadline = time.monotonic() + exchange.timeout_s / 2
-            answers = {p: json.loads(data) for p, data in offered.items()}
             found: dict[str, str] = answers[process_index][0]
             for g in {g.index: g for g, _ in places}.values():
                 for kind in tried[g.index]:
@@ -133,7 +136,8 @@ def _try_all(
                         data = answers[m.process_index][1].get(_key(g.index, m.rank, kind))
                         if m.process_index == process_index or data is None:
                             continue
-                        record = _decode(bytes.fromhex(data), namespace, g, m.rank, kind, topology.ranks)
+                        sender = exchange.describe(m.process_index)
+                        record = _decode(data, name, g, m.rank, kind, topology.ranks, sender)
                         try:
                             left = max(0.1, deadline - time.monotonic())
                             accept(backend, record, devices(g), fetch, process_index, left).unmap()
@@ -147,18 +151,24 @@ def _try_all(
             return json.dumps(found).encode()
 
         # Once all results are there, nobody needs the blocks any more.
-        results = exchange.all_gather("trial results", exchange.guarded("import the trial handles", attach))
-    answers = {p: json.loads(data) for p, data in results.items()}
+        sent = exchange.guarded("import the trial handles", attach)
+        results = exchange.all_gather("trial results", sent, parse_texts)
     return {
-        (g.index, m.rank, kind): answers[m.process_index][_key(g.index, m.rank, kind)]
+        (g.index, m.rank, kind): results[m.process_index].get(_key(g.index, m.rank, kind), "it sent no result")
         for g in topology.groups
         for m in g.devices
         for kind in tried.get(g.index, ())
     }
 
 
-def _decode(data: bytes, namespace: str, group: Group, rank: int, kind: Kind, ranks: int) -> HandleRecord:
-    return decode(data, namespace=namespace, group=group.index, rank=rank, ranks=ranks, nbytes=_BLOCK_BYTES, kind=kind)
+def _parse_offer(data: bytes) -> tuple[dict[str, str], dict[str, bytes]]:
+    found, records = json.loads(data)
+    return check_texts(found), {key: bytes.fromhex(text) for key, text in check_texts(records).items()}
+
+
+def _decode(data: bytes, name: str, group: Group, rank: int, kind: Kind, ranks: int, sender: str) -> HandleRecord:
+    at: dict[str, Any] = {"group": group.index, "rank": rank, "ranks": ranks, "nbytes": _BLOCK_BYTES, "kind": kind}
+    return decode(data, namespace=name, sender=sender, **at)
 
 
 def _key(group: int, rank: int, kind: Kind) -> str:

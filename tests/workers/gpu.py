@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
 from typing import Any
 
@@ -355,20 +354,3 @@ def _leaves_before(c: Context, kind: str) -> Any:
         start = time.monotonic()
         ep.close()
         return {**found, "closed": time.monotonic() - start}
-
-
-def cycles(c: Context) -> None:
-    """50 setups and closes: device memory and descriptors are back at the start."""
-    from moonep_jax.memory.driver import load
-
-    driver, mesh = load(), c.mesh()
-    config = moonep.EPConfig(tokens=64, hidden=64, topk=2, experts=4 * c.devices)
-    counts = []
-    for i in range(50):
-        with moonep.setup(mesh, "ep", config):
-            pass
-        c.barrier()
-        if i in (4, 49):  # what the driver keeps for itself is there by then
-            counts.append([len(os.listdir("/proc/self/fd")), driver.free_bytes(0)])
-        c.barrier()
-    c.record("counts", counts)
