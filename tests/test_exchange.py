@@ -244,7 +244,7 @@ def test_no_key_survives() -> None:
     assert store.keys() == []
 
 
-def test_no_key_survives_a_missing_participant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_participant_raises_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_GRACE_S", 0.2)
     store = InProcessStore()
 
@@ -254,8 +254,10 @@ def test_no_key_survives_a_missing_participant(monkeypatch: pytest.MonkeyPatch) 
         finally:
             ex.finish()
 
-    same_text(run_all((0, 1, 2), body, store=store, timeout_s=0.3, absent=(1,)))
-    assert store.keys() == []
+    text = same_text(run_all((0, 1, 2), body, store=store, timeout_s=0.3, absent=(1,)))
+    assert store.keys() == ["moonep/test/0/abort"]
+    assert same_text(run_all((0, 1, 2), body, store=store, timeout_s=30, absent=(0, 2))) == text
+    assert store.keys() == ["moonep/test/0/abort"], "there may be more who are late"
 
 
 @pytest.mark.parametrize("error", [ValueError("oops"), KeyboardInterrupt()])
