@@ -372,8 +372,11 @@ class Exchange:
 
     def leave(self, step: str) -> None:
         """Tells whoever waits in `all_present(step)` that this participant takes no part; waits for nobody."""
-        self._store.set(f"{self.namespace}/{self._steps}/{self.participant}", _pack(step, self.participant, b"left"))
         self._left = True
+        # Without a store nobody waits there.
+        with contextlib.suppress(MoonEPError):
+            record = _pack(step, self.participant, b"left")
+            self._store.set(f"{self.namespace}/{self._steps}/{self.participant}", record)
 
     def finish(self) -> None:
         """Deletes the exchange's keys once all participants are done with them. To be called after failures, too.

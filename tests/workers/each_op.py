@@ -43,7 +43,8 @@ class EachOp:
         self.c, r, epn = c, self.mesh.devices.size, 4
         config = moonep.EPConfig(
             tokens=tokens, hidden=hidden, topk=2, experts=epn * r, dtype=jnp.float32,
-            weights={"w": (leaf, jnp.float32)}, timeout_s=timeout_s, first_call_timeout_s=first_call_timeout_s, **fields,
+            weights={"w": (leaf, jnp.float32)}, timeout_s=timeout_s, first_call_timeout_s=first_call_timeout_s,
+            **fields,
         )  # fmt: skip
         self.ep = ep = moonep.setup(self.mesh, "ep", config)
         rng = np.random.default_rng(2)

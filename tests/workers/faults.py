@@ -1,7 +1,7 @@
 """Worker of test_faults: in every phase of a domain's life a rank is killed, stopped, exits, raises or skips a call.
 
-Processes 0 and 1 survive; the third rank is the victim. A victim that dies is gone for good, so each phase of `dying` has
-a process of its own for it, which waits for its turn. The victim's rank differs from phase to phase.
+Processes 0 and 1 survive; the third rank is the victim. A victim that dies is gone for good, so each phase of `dying`
+has a process of its own for it, which waits for its turn. The victim's rank differs from phase to phase.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ PHASES = ("setup", *OPS, "close")
 INSIDE = ("dispatch inside", "reduce_grad inside")  # the victim has made the call, and dies while it runs
 FIRST_S = 60.0  # of first calls, and of setups and closes that nothing happens to
 LIMIT_S = 2.0
+STOPPED_S = 6.0  # of a rank in a program that has collectives of XLA, too
 STEP = "handles"  # of setup: chunks exist everywhere, and nobody has a peer's
 
 
@@ -73,17 +74,20 @@ class Case:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """What survivors do while the victim stands still: process 0 lets it go on when both are done."""
-        pid_file = self.c.out / f"{self.victim}.pid"
-        if self.fault == "stop":
-            wait_for_state(int(pid_file.read_text()), "T")
+        if self.fault != "stop":
+            yield
+            return
+        pid = int((self.c.out / f"{self.victim}.pid").read_text())
+        if self.phase != "setup":  # where it stands still in the middle of what all do
+            wait_for_state(pid, "T")
         try:
             yield
         finally:
-            if self.fault == "stop":
-                with contextlib.suppress(Exception):
-                    self.c.barrier(30, self.survivors)
-                if self.c.index == 0:
-                    os.kill(int(pid_file.read_text()), signal.SIGCONT)
+            with contextlib.suppress(Exception):
+                self.c.barrier(30, self.survivors)
+            if self.c.index == 0:
+                wait_for_state(pid, "T")
+                os.kill(pid, signal.SIGCONT)
 
 
 def dying(c: Context) -> None:
@@ -142,7 +146,7 @@ def _in_setup(case: Case) -> dict[str, Any]:
         case.set_up(LIMIT_S)
 
     if not case.is_victim:
-        with case.watched() if case.fault == "stop" else contextlib.nullcontext():
+        with case.watched():
             start = time.monotonic()
             report = _seen(raised(set_up), start)
         if case.fault == "skip":
@@ -288,7 +292,7 @@ def zero(c: Context) -> None:
 
 
 def mixed(c: Context) -> None:
-    """A program of psum, dispatch, combine and psum, launched again and again; the last process dies after a few."""
+    """A program of psum and MoE calls, launched again and again; the last process dies or stops after a few."""
     mesh, r = c.mesh(), c.devices
     config = moonep.EPConfig(tokens=32, hidden=64, topk=2, experts=4 * r, dtype=np.float32, timeout_s=LIMIT_S,
                              first_call_timeout_s=FIRST_S)  # fmt: skip
@@ -296,29 +300,35 @@ def mixed(c: Context) -> None:
     ep = moonep.setup(mesh, "ep", config)
 
     def body(x: Any, ids: Any) -> Any:
-        x = x + 0 * jax.lax.psum(x, "ep")
+        if c.args["first"] == "psum":
+            x = x + jax.lax.psum(x, "ep")
         d = ep.dispatch(x, ids)
         y = ep.combine(d.plan, d.hidden)
-        return y + 0 * jax.lax.psum(y, "ep")
+        return y + jax.lax.psum(y, "ep")
 
     rng = np.random.default_rng(0)
     args = [c.put(rng.normal(size=(r * 32, 64)).astype(np.float32), mesh, spec),
             c.put(rng.integers(0, 4 * r, (r * 32, 2)).astype(np.int32), mesh, spec)]  # fmt: skip
     step = jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec)).lower(*args).compile()
+    if c.index == c.processes - 1:
+        (c.out / "last.pid").write_text(str(os.getpid()))
     c.barrier()
     run: Callable[[], Any] = lambda: jax.block_until_ready(step(*args))  # noqa: E731
     for _ in range(5):
         run()
     c.barrier()
-    if c.index == c.processes - 1:
-        _do("kill")
-    time.sleep(1.0)
+    pid, last, fault = int((c.out / "last.pid").read_text()), c.processes - 1, c.args["fault"]
+    if c.index == last:
+        _do(fault)
+    else:
+        wait_for_state(pid, "TZX")
+    if c.index == 0 and fault == "stop":
+        threading.Timer(STOPPED_S, os.kill, (pid, signal.SIGCONT)).start()
     start = time.monotonic()
-    c.record("before", True)
     ran = raised(run)
     c.record("ran", {"error": ran, "seconds": time.monotonic() - start, "check": raised(ep.check)})
     start = time.monotonic()
-    with variables(MOONEP_SETUP_TIMEOUT_S=LIMIT_S):
+    with variables(MOONEP_SETUP_TIMEOUT_S=2 * STOPPED_S if fault == "stop" else LIMIT_S):
         error = raised(ep.close)
     c.record("close", {"error": error, "close_s": time.monotonic() - start})
-    c.shut_down_after(range(1, c.processes - 1))
+    c.shut_down_after(range(1, last if fault == "kill" else c.processes))
