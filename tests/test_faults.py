@@ -24,9 +24,11 @@ pytestmark = pytest.mark.multiprocess
 
 FAULTS = ("kill", "exit", "stop", "raise", "skip")
 SLACK_S = 5.0
-GPU = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+# By default the processes of a job tune kernels together, also those that wait for their turn or are dead.
+FLAGS = "--xla_gpu_shard_autotuning=false"
+GPU = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_FLAGS": FLAGS}
 # Every op on its own becomes a CUDA graph.
-GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"}
+GRAPHS = f"{FLAGS} --xla_gpu_enable_command_buffer=FUSION,CUBLAS,CUSTOM_CALL --xla_gpu_graph_min_graph_size=1"
 BACKENDS = [
     "cpu",
     pytest.param(
@@ -59,7 +61,7 @@ class Launches:
                     self._start(f"mixed {first} {fault}", "mixed", fault=fault, first=first)
         else:
             phases = ["plan", "dispatch", "reduce_grad"]
-            self._start("graphs", "passing", env=GRAPHS, fault="skip", phases=phases, graphs=True)
+            self._start("graphs", "passing", env={"XLA_FLAGS": GRAPHS}, fault="skip", phases=phases, graphs=True)
 
     def _start(self, name: str, worker: str, processes: int = 3, env: Any = None, **args: Any) -> None:
         env = {**(GPU if self.backend == "cuda" else {}), **(env or {})}
@@ -91,7 +93,7 @@ _rows: list[fault_table.Row] = []
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def launches(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launches]:
-    with ThreadPoolExecutor(3 if request.param == "cpu" else 9) as pool:
+    with ThreadPoolExecutor(3 if request.param == "cpu" else 5) as pool:
         made = Launches(request.param, tmp_path_factory.mktemp(request.param), pool)
         yield made
         _rows.extend(made.rows)
@@ -211,16 +213,18 @@ def test_process_0(launches: Launches, fault: str) -> None:
     run = launches.run(f"zero {fault}")
     zero, *others = run.processes
     assert zero.returncode == (0 if fault == "exit" else -9), run.tails()
-    assert [p.returncode for p in others] == [-6, -6], run.tails()
-    if fault == "kill":  # its sockets close with it: JAX notices within milliseconds
-        launches.row("process 0 killed", "dispatch", None, False, note="JAX ends the others at once")
+    assert all(p.returncode in (-6, 0) for p in others), run.tails()
+    ended = "JAX ends the others" if any(p.returncode == -6 for p in others) else "the others go on"
+    if fault == "kill" and not all("dispatch" in p.results for p in others):
+        # Its sockets close with it, so that JAX notices within milliseconds.
+        launches.row("process 0: kill", "dispatch", None, False, note=f"{ended} at once")
         return
     # Stopped, or gone through JAX's shutdown: the record comes first.
     survivors, _ = _reports(run, "dispatch")
     text = _one_text(survivors)
     named = text.startswith("dispatch: missing ranks [1] after 1 s") and "of process 0" in text
     seconds, close_s = (max(s[key] for s in survivors) for key in ("seconds", "close_s"))
-    launches.row(f"process 0: {fault}", "dispatch", seconds, named, close_s, "then JAX ends the others")
+    launches.row(f"process 0: {fault}", "dispatch", seconds, named, close_s, f"then {ended}")
     assert named, text
     assert all(s["alive"] and s["close_error"] is None for s in survivors)
     assert seconds < 1 + SLACK_S and close_s < LIMIT_S + SLACK_S, survivors
