@@ -306,7 +306,7 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         fix = "call setup on the processes that own the mesh's devices only"
         raise ConfigError(message("setup", "this process owns no device of the mesh", process, participants, fix))
     variables = env.read()
-    store = open_store(participants)
+    store = open_store(participants, variables.setup_timeout_s)
     exchange = Exchange(store, namespace(participants), process, participants, variables.setup_timeout_s)
     with exchange, ExitStack() as undo:
         topology, backend, shape = exchange.guarded(

@@ -10,6 +10,7 @@ A *participant* is a process index. Imports errors, records, and _compat for the
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import itertools
 import json
@@ -17,7 +18,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NoReturn, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar, cast
 
 import jax
 
@@ -28,7 +29,8 @@ from moonep_jax.records import pack, parse_texts, unpack
 T = TypeVar("T")
 
 _SLICE_S: Final = 1.0  # seconds between two looks at the abort key while a record is awaited
-_GRACE_S: Final = 5.0  # seconds that a failed setup waits for the others before it deletes the keys
+_GRACE_S: Final = 3.0  # seconds that a failed setup waits for the others before it deletes the keys
+_PATIENCE_S: Final = 10.0  # seconds without an answer of jax.distributed's store after which process 0 counts as gone
 
 
 class KeyValueStore(Protocol):
@@ -109,18 +111,21 @@ class InProcessStore:
 class DistributedStore:
     """The store that jax.distributed keeps in process 0. Its errors become TimeoutError, False, None or SetupError."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = _PATIENCE_S) -> None:
+        """Args: patience_s: seconds to wait for an answer; SetupError after that."""
         client = _compat.distributed_client()
         if client is None:
             fix = "call jax.distributed.initialize() in every process before the mesh is made"
             wrong = "the mesh spans processes, but jax.distributed has no client in this one"
             raise SetupError(message("setup", wrong, "no client", "an initialized jax.distributed", fix))
         self._client = client
+        self._patience_s = patience_s
+        self._unanswered: threading.Thread | None = None
 
     def set(self, key: str, value: bytes) -> bool:
         """See KeyValueStore."""
         try:
-            self._client.key_value_set_bytes(key, value)
+            self._ask("set", key, lambda: self._client.key_value_set_bytes(key, value))
         except jax.errors.JaxRuntimeError as error:
             if _code(error) == "ALREADY_EXISTS":
                 return False
@@ -139,7 +144,7 @@ class DistributedStore:
     def try_get(self, key: str) -> bytes | None:
         """See KeyValueStore."""
         try:
-            return self._client.key_value_try_get_bytes(key)
+            return self._ask("get", key, lambda: self._client.key_value_try_get_bytes(key))
         except jax.errors.JaxRuntimeError as error:
             if _code(error) == "NOT_FOUND":
                 return None
@@ -148,7 +153,8 @@ class DistributedStore:
     def barrier(self, name: str, participants: Sequence[int], timeout_s: float) -> None:
         """See KeyValueStore."""
         try:
-            self._client.wait_at_barrier(name, _milliseconds(timeout_s), process_ids=list(participants))
+            wait = functools.partial(self._client.wait_at_barrier, name, _milliseconds(timeout_s))
+            self._ask("barrier", name, lambda: wait(process_ids=list(participants)), timeout_s)
         except jax.errors.JaxRuntimeError as error:
             if _code(error) == "DEADLINE_EXCEEDED":
                 raise TimeoutError(f"barrier {name} not complete within {timeout_s} s") from error
@@ -157,9 +163,39 @@ class DistributedStore:
     def delete(self, prefix: str) -> None:
         """See KeyValueStore."""
         try:
-            self._client.key_value_delete(prefix)  # deletes all keys below it, too
+            # Deletes all keys below it, too.
+            self._ask("delete", prefix, lambda: self._client.key_value_delete(prefix))
         except jax.errors.JaxRuntimeError as error:
             raise _store_error("delete", prefix, error) from error
+
+    def _ask(self, call: str, key: str, body: Callable[[], T], timeout_s: float = 0.0) -> T:
+        """What body, a call of the client, returns or raises. When process 0 is stopped, none but a blocking get ends.
+
+        So the call runs on a thread, which is left behind if there is no answer; the next calls then fail at once.
+        """
+        outcome: list[tuple[T | None, Exception | None]] = []
+
+        def run() -> None:
+            try:
+                outcome.append((body(), None))
+            except Exception as error:
+                outcome.append((None, error))
+
+        if self._unanswered is None or not self._unanswered.is_alive():
+            self._unanswered = threading.Thread(target=run, name="moonep-store", daemon=True)
+            self._unanswered.start()
+            self._unanswered.join(timeout_s + self._patience_s)
+        if not outcome:
+            wrong = f"process 0, which keeps the store of jax.distributed, does not answer in {call} of {key}"
+            got, fix = (
+                f"no word in {self._patience_s:g} s",
+                "see the log of process 0: it may be dead, stopped or stuck",
+            )
+            raise SetupError(message("setup", wrong, got, "an answer", fix))
+        result, error = outcome[0]
+        if error is not None:
+            raise error
+        return cast(T, result)
 
 
 def _code(error: Exception) -> str:
@@ -175,9 +211,9 @@ def _store_error(call: str, key: str, error: Exception) -> SetupError:
     return SetupError(message("setup", f"the store of jax.distributed failed in {call} of {key}", got, "success", fix))
 
 
-def open_store(participants: Sequence[int]) -> KeyValueStore:
-    """The store for these processes. One process alone needs no jax.distributed."""
-    return InProcessStore() if len(participants) == 1 else DistributedStore()
+def open_store(participants: Sequence[int], timeout_s: float = _PATIENCE_S) -> KeyValueStore:
+    """The store for these processes, whose steps wait for timeout_s. One process alone needs no jax.distributed."""
+    return InProcessStore() if len(participants) == 1 else DistributedStore(min(_PATIENCE_S, timeout_s))
 
 
 _counters: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -229,6 +265,7 @@ class Exchange:
         self._failed = False
         self._left = False
         self._finished = False
+        self._aborted: bytes | None = None  # the text that all raise
 
     def __enter__(self) -> Exchange:
         return self
@@ -350,29 +387,35 @@ class Exchange:
 
     def leave(self, step: str) -> None:
         """Tells whoever waits in `all_present(step)` that this participant takes no part; waits for nobody."""
+        self._left = True
         key, word = f"{self.namespace}/{self._steps}/{self.participant}", pack(step, self.participant, b"left")
         with contextlib.suppress(Exception):  # without a store nobody waits for the word either
             self._store.set(key, word)
-        self._left = True
 
     def finish(self) -> None:
         """Deletes the exchange's keys once all participants are done with them. Idempotent; also called after failures.
+
+        If a participant did not come, the text of the failure stays: should it come after all, it raises the same at
+        once, and the next exchange finds all of them at the same count.
 
         Raises SetupError when this participant's steps all went well, but another's last one did not.
         """
         if self._finished:
             return
         self._finished = True
-        # Best effort: if somebody is gone, the keys have no reader left; if the store is gone, so are the keys.
-        # The others' last step may end as late as its limit.
+        # Best effort: if the store is gone, so are the keys. The others' last step may end as late as its limit.
         limit = min(_GRACE_S, self.timeout_s) if self._failed or self._left else self.timeout_s + _GRACE_S
         reason: bytes | None = None
+        keep = self._aborted
         with contextlib.suppress(Exception):
             self._store.barrier(f"{self.namespace}/finish", self.participants, limit)
+            keep = None
             reason = self._store.try_get(f"{self.namespace}/abort")
             self._store.barrier(f"{self.namespace}/read", self.participants, limit)  # all have looked
         with contextlib.suppress(Exception):
             self._store.delete(self.namespace)
+            if keep is not None:
+                self._store.set(f"{self.namespace}/abort", keep)
         if reason is not None and not self._failed and not self._left:
             self._failed = True
             raise SetupError(self._reason(reason))
@@ -385,6 +428,7 @@ class Exchange:
             reason = self._store.try_get(f"{self.namespace}/abort")
         except Exception:  # no store, no common text
             reason = None
+        self._aborted = text.encode() if reason is None else reason
         raise SetupError(text if reason is None else self._reason(reason)) from cause
 
     def _raise_if_aborted(self) -> None:
@@ -393,7 +437,7 @@ class Exchange:
         except Exception:  # it will fail in the step itself, too, which says so
             return
         if reason is not None:
-            self._failed = True
+            self._failed, self._aborted = True, reason
             raise SetupError(self._reason(reason))
 
     def _reason(self, text: bytes) -> str:

@@ -14,7 +14,8 @@ from typing import Any
 import gpu_kit
 import pytest
 from harness import Run, launch
-from workers.pair import FIRST_S, LIMIT_S, OPS
+from workers.each_op import OPS
+from workers.pair import FIRST_S, LIMIT_S
 
 
 def _two_gpus() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import threading
@@ -244,7 +245,7 @@ def test_no_key_survives() -> None:
     assert store.keys() == []
 
 
-def test_no_key_survives_a_missing_participant(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_late_participant_raises_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_GRACE_S", 0.2)
     store = InProcessStore()
 
@@ -254,8 +255,10 @@ def test_no_key_survives_a_missing_participant(monkeypatch: pytest.MonkeyPatch) 
         finally:
             ex.finish()
 
-    same_text(run_all((0, 1, 2), body, store=store, timeout_s=0.3, absent=(1,)))
-    assert store.keys() == []
+    text = same_text(run_all((0, 1, 2), body, store=store, timeout_s=0.3, absent=(1,)))
+    assert store.keys() == ["moonep/test/0/abort"]
+    assert same_text(run_all((0, 1, 2), body, store=store, timeout_s=30, absent=(0, 2))) == text
+    assert store.keys() == ["moonep/test/0/abort"], "there may be more who are late"
 
 
 @pytest.mark.parametrize("error", [ValueError("oops"), KeyboardInterrupt()])
@@ -296,6 +299,49 @@ def test_keys_of_other_setups_stay() -> None:
 
 
 # -- jax.distributed ---------------------------------------------------------------------------------------------------
+
+
+class StoppedClient:
+    """As jax.distributed's client while process 0 is stopped: nothing is answered until it goes on."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: self.go_on.wait(30) and None
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = StoppedClient()
+    monkeypatch.setattr(exchange._compat, "distributed_client", lambda: client)
+    store = open_store((0, 1), 0.2)
+    began = time.monotonic()
+    for call in (
+        lambda: store.set("k", b""),
+        lambda: store.try_get("k"),
+        lambda: store.delete("k"),
+        lambda: store.barrier("b", (0, 1), 0.2),
+    ):
+        with pytest.raises(SetupError, match=r"setup: process 0, which keeps the store .* does not answer in") as error:
+            call()
+        assert "got no word in 0.2 s, expected an answer" in str(error.value)
+    assert time.monotonic() - began < 10
+    client.go_on.set()
+    for _ in range(100):  # the call that was left behind ends now
+        with contextlib.suppress(SetupError):
+            assert store.set("k", b"")
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the store is not used again")
+
+
+def test_leaving_works_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = StoppedClient()
+    monkeypatch.setattr(exchange._compat, "distributed_client", lambda: client)
+    with Exchange(open_store((0, 1), 0.2), "moonep/left", 1, (0, 1), 0.2) as ex:
+        ex.leave("close")
+    client.go_on.set()
 
 
 def test_store_errors_are_mapped(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,8 @@ import json
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class Context:
         self.args: dict[str, Any] = spec["args"]
         self.out = Path(spec["out"])
         self._results = open(self.out / f"{self.index}.results", "a", buffering=1)  # noqa: SIM115 - lives as we do
-        self._barriers = 0
+        self._barriers: Counter[tuple[int, ...]] = Counter()  # passed, by members
 
     def __enter__(self) -> Context:
         return self
@@ -90,11 +91,14 @@ class Context:
             worst = max(worst, float(np.nan_to_num(difference, nan=np.inf).max()) / scale)
         return worst
 
-    def barrier(self, timeout_s: float = 120.0) -> None:
-        """Waits for all processes, through jax.distributed's service: no XLA collective, no library under test."""
-        self._barriers += 1
-        if self.processes > 1:
-            client().wait_at_barrier(f"tests/{self._barriers}", round(timeout_s * 1000))
+    def barrier(self, timeout_s: float = 120.0, members: Sequence[int] | None = None) -> None:
+        """Waits for all processes, or those named, through jax.distributed's service: no XLA collective, nothing of the
+        library under test."""
+        who = tuple(range(self.processes) if members is None else members)
+        self._barriers[who] += 1
+        if len(who) > 1:
+            name = "/".join(["tests", *map(str, who), f"n{self._barriers[who]}"])
+            client().wait_at_barrier(name, round(timeout_s * 1000), process_ids=list(who))
 
     def shut_down_after(self, others: Iterable[int]) -> None:
         """Ends jax.distributed in the survivors of a recoverable run: process 0, which keeps the service, comes last.

@@ -4,12 +4,10 @@ stopped. The checks against the oracle are workers/gpu.py's.
 
 from __future__ import annotations
 
-import functools
 import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 import moonep_jax as moonep
 from workers import Context, gpu, raised
+from workers.each_op import OPS, EachOp, alive, wait_for_state
 
-OPS = ("plan", "dispatch", "combine", "prefetch", "reduce_grad")
 LIMIT_S, FIRST_S = 2.0, 10.0  # of later and of first calls where a process is killed or stopped
 EP = P("ep")
 
@@ -141,121 +139,13 @@ def _too_late(c: Context) -> dict[str, Any]:
         "check": raised(ep.check),
         "next": raised(lambda: jax.block_until_ready(step())),
     }
-    report["alive"] = all(_alive(device) for device in jax.devices()[:2])
+    report["alive"] = all(alive(device) for device in jax.devices()[:2])
     start = time.monotonic()
     ep.close()
     return {**report, "close_s": time.monotonic() - start}
 
 
-def _alive(device: jax.Device) -> bool:
-    """Whether a device still computes."""
-    ones = jax.device_put(jnp.ones((512, 512), np.float32), device)
-    return float(jax.jit(lambda a: (a @ a).sum())(ones)) == 512.0**3
-
-
 # -- one of two processes is killed or stopped -------------------------------------------------------------------------
-
-
-class Pair:
-    """A domain of two processes, and each op as a program of its own. Rank 0's experts are hot, so slots are used."""
-
-    def __init__(self, c: Context, timeout_s: float = LIMIT_S, first_call_timeout_s: float = FIRST_S):
-        mesh, r, s, h, epn = c.mesh(), c.devices, 256, 1024, 4
-        self.c = c
-        config = moonep.EPConfig(
-            tokens=s, hidden=h, topk=2, experts=epn * r, dtype=jnp.float32, weights={"w": ((256, 256), jnp.float32)},
-            timeout_s=timeout_s, first_call_timeout_s=first_call_timeout_s,
-        )  # fmt: skip
-        self.ep = ep = moonep.setup(mesh, "ep", config)
-        rng = np.random.default_rng(2)
-        shapes = {"x": (r, s, h), "weights": (r, epn, 256, 256), "ct": (r, 2 * epn, 256, 256)}
-        given = {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
-        given["ids"] = rng.integers(0, epn, (r, s, 2)).astype(np.int32)
-        self.values: dict[str, Any] = {name: c.put(a, mesh, EP) for name, a in given.items()}
-        self._bodies: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
-            "plan": (ep.plan, ("ids",)),
-            "dispatch": (lambda p, x, ids: ep.dispatch(x, ids, plan=p).hidden, ("plan", "x", "ids")),
-            "combine": (ep.combine, ("plan", "dispatch")),
-            "prefetch": (lambda p, w: ep.prefetch(p, {"w": w})["w"], ("plan", "weights")),
-            "reduce_grad": (self._reduce_grad, ("plan", "weights", "ct")),
-        }
-        self._steps: dict[str, Any] = {}
-        self.first: dict[str, list[bytes]] = {}  # this process's bytes of each op's first result
-        self._mesh = mesh
-
-    def _reduce_grad(self, p: moonep.Plan, w: Any, ct: Any) -> Any:
-        _, back = jax.vjp(functools.partial(self.ep.prefetch, p), {"w": w})
-        return back({"w": ct})[0]["w"]
-
-    def prepare(self, op: str) -> None:
-        """Compiles an op whose operands are there; the first call must not wait for a compiler."""
-        body, names = self._bodies[op]
-
-        def local(*args: Any) -> Any:
-            return jax.tree.map(lambda a: a[None], body(*jax.tree.map(lambda a: a[0], args)))
-
-        step = jax.jit(jax.shard_map(local, mesh=self._mesh, in_specs=EP, out_specs=EP))
-        self._steps[op] = step.lower(*(self.values[n] for n in names)).compile()
-        self.c.barrier()
-
-    def start(self, op: str) -> Any:
-        """Enqueues an op."""
-        return self._steps[op](*(self.values[n] for n in self._bodies[op][1]))
-
-    def run(self, op: str) -> list[bytes]:
-        """One op, awaited; the bytes of this process's part of its result."""
-        return self.finish(op, self.start(op))
-
-    def finish(self, op: str, result: Any) -> list[bytes]:
-        """Waits for the result of `start`, and keeps it for the ops behind."""
-        self.values[op] = jax.block_until_ready(result)
-        return [v.tobytes() for name, a in _arrays(self.values[op]) if name != "ticket" for _, v in self.c.local(a)]
-
-    def warm(self) -> None:
-        """Every op once."""
-        for op in OPS:
-            self.prepare(op)
-            self.first[op] = self.run(op)
-
-    def until_error(self, ops: tuple[str, ...]) -> dict[str, Any]:
-        """Runs ops until one fails: which, how, how long that took, what still works; and whether those before were
-        right (None: there were none)."""
-        right: list[bool] = []
-        for op in ops:
-            start = time.monotonic()
-            got: list[bytes] = []
-            ran = raised(lambda op=op, got=got: got.extend(self.run(op)))
-            check = raised(self.ep.check)
-            seconds = time.monotonic() - start
-            if ran or check:
-                blank = all(set(v) == {0xFF} for v in got) if op != "plan" and not ran else None
-                start = time.monotonic()
-                later = raised(lambda op=op: self.run(op))
-                return {
-                    "op": op,
-                    "ran": ran,
-                    "check": check,
-                    "seconds": seconds,
-                    "blank": blank,
-                    "later": later,
-                    "later_s": time.monotonic() - start,
-                    "later_check": raised(self.ep.check),
-                    "alive": _alive(jax.local_devices()[0]),
-                    "right": all(right) if right else None,
-                    "went_well": list(ops[: len(right)]),
-                }
-            right.append(op not in self.first or got == self.first[op])
-        return {"op": None, "right": all(right), "went_well": list(ops), "alive": _alive(jax.local_devices()[0])}
-
-    def close(self) -> float:
-        """Seconds that close() takes."""
-        start = time.monotonic()
-        self.ep.close()
-        return time.monotonic() - start
-
-
-def _arrays(value: Any) -> list[tuple[str, jax.Array]]:
-    return [(jax.tree_util.keystr(path).strip("."), a) for path, a in jax.tree_util.tree_leaves_with_path(value)]
 
 
 def _exchange_pids(c: Context) -> int:
@@ -267,21 +157,7 @@ def _exchange_pids(c: Context) -> int:
     return int(path.read_text())
 
 
-def _wait_for_state(pid: int, states: str, limit_s: float = 30.0) -> None:
-    """Waits until a process is in one of the states of proc(5), or gone."""
-    deadline = time.monotonic() + limit_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return
-        if state in states:
-            return
-        time.sleep(0.02)
-    raise TimeoutError(f"process {pid} is not in a state of {states!r} after {limit_s} s")
-
-
-def _bring_to(c: Context, at: Pair, phase: str) -> tuple[str, ...]:
+def _bring_to(c: Context, at: EachOp, phase: str) -> tuple[str, ...]:
     """Runs all before `phase` ("idle": nothing at all); the ops from there on, and then all of them again."""
     if phase == "idle":
         at.prepare("plan")  # the ops behind it fail before they are compiled
@@ -296,7 +172,7 @@ def _bring_to(c: Context, at: Pair, phase: str) -> tuple[str, ...]:
 def kill(c: Context) -> None:
     """Process 1 is killed before it makes the call of a phase, or ("inside") while its kernels wait in it."""
     phase, pid = c.args["phase"], _exchange_pids(c)
-    at = Pair(c)
+    at = EachOp(c, timeout_s=LIMIT_S, first_call_timeout_s=FIRST_S)
     ops = _bring_to(c, at, phase)
     c.barrier()
     if c.index == 1:
@@ -304,11 +180,11 @@ def kill(c: Context) -> None:
             at.start(phase)
             time.sleep(LIMIT_S / 2)
         os.kill(os.getpid(), signal.SIGKILL)
-    _wait_for_state(pid, "ZX")
+    wait_for_state(pid, "ZX")
     time.sleep(1.0)  # its threads and its context go after it
     c.record("fault", at.until_error(ops))
     c.record("close_s", at.close())
-    c.record("alive", _alive(jax.local_devices()[0]))
+    c.record("alive", alive(jax.local_devices()[0]))
     c.shut_down_after(())
 
 
@@ -321,7 +197,7 @@ def stop(c: Context) -> None:
 
 
 def _stopped(c: Context, phase: str, pid: int) -> dict[str, Any]:
-    at = Pair(c)
+    at = EachOp(c, timeout_s=LIMIT_S, first_call_timeout_s=FIRST_S)
     ops = _bring_to(c, at, phase)
     c.barrier()
     if c.index == 1:
@@ -329,7 +205,7 @@ def _stopped(c: Context, phase: str, pid: int) -> dict[str, Any]:
         report = at.until_error(ops)
     else:
         try:
-            _wait_for_state(pid, "T")
+            wait_for_state(pid, "T")
             report = at.until_error(ops)
         finally:
             os.kill(pid, signal.SIGCONT)
@@ -338,7 +214,7 @@ def _stopped(c: Context, phase: str, pid: int) -> dict[str, Any]:
 
 def _stopped_for_a_while(c: Context, pid: int) -> dict[str, Any]:
     """A stop shorter than the limit: the call waits, and gives what it always gives."""
-    at = Pair(c, timeout_s=60.0, first_call_timeout_s=60.0)
+    at = EachOp(c, timeout_s=60.0, first_call_timeout_s=60.0)
     at.warm()
     at.run("plan")
     c.barrier()
@@ -347,7 +223,7 @@ def _stopped_for_a_while(c: Context, pid: int) -> dict[str, Any]:
         result = at.start("dispatch")
     else:
         try:
-            _wait_for_state(pid, "T")
+            wait_for_state(pid, "T")
             result = at.start("dispatch")
             time.sleep(1.5)
         finally:

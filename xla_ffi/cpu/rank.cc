@@ -307,16 +307,22 @@ void LocalRank::Watch() {
     if (overdue(p)) return;
     if (phase_ != Phase::kIdle || entry_ < leader().log_head.load()) continue;
     const char* how = nullptr;
+    std::vector<int32_t> closed;
+    std::string culprits;
     for (int32_t r : Missing(p, &how)) {
       if (view_.control(r).closed.load() == 0) continue;
-      // A call that moves nothing waits for nobody: it may have been logged since, and the rank done with it.
-      if (entry_ < leader().log_head.load()) return;
-      Raise({Failure::kClosed, std::string(KindName(static_cast<int64_t>(key.kind))) + ": " +
-                                   view_.labels[static_cast<size_t>(r)] +
-                                   " has closed the domain; got a call after its close(), expected none; close() is "
-                                   "collective: call it after the last step on every rank"});
-      return;
+      closed.push_back(r);
+      culprits += (culprits.empty() ? "" : ", ") + view_.labels[static_cast<size_t>(r)];
     }
+    if (closed.empty()) continue;
+    // A call that moves nothing waits for nobody: it may have been logged since, and those ranks done with it.
+    if (entry_ < leader().log_head.load()) return;
+    Raise({Failure::kClosed, std::string(KindName(static_cast<int64_t>(key.kind))) + ": missing ranks " + List(closed) +
+                                 ": " + culprits +
+                                 " has closed the domain; got a call after its close(), expected none; close() is "
+                                 "collective: call it after the last step on every rank (" +
+                                 Describe(key) + ", seen by " + view_.labels[static_cast<size_t>(view_.rank)] + ")"});
+    return;
   }
 }
 
