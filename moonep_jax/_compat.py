@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# -- jax.distributed ---------------------------------------------------------------------------------------------------
+# -- jax.distributed, callbacks ----------------------------------------------------------------------------------------
 
 
 def distributed_client() -> Any | None:
@@ -18,6 +18,13 @@ def distributed_client() -> Any | None:
     from jax._src import distributed
 
     return distributed.global_state.client
+
+
+def forget_callbacks() -> None:
+    """Drops JAX's tokens of programs with callbacks: it waits for them at exit, and a failed one would raise there."""
+    from jax._src import dispatch
+
+    dispatch.runtime_tokens.clear()
 
 
 # -- types of traced values --------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import jax
 
-from moonep_jax import backends, env, layer, ops
+from moonep_jax import _compat, backends, env, layer, ops
 from moonep_jax.backends import Backend
 from moonep_jax.config import EPConfig
 from moonep_jax.errors import ConfigError, DomainError, message
@@ -237,6 +237,8 @@ class Domain:
             self._describe,
             "close",
         )
+        if self.spec.debug and self._last_error is not None:
+            _compat.forget_callbacks()
         with ExitStack() as stack:
             stack.enter_context(exchange)
             stack.callback(self._shared.free)
@@ -317,15 +319,18 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         exchange.compare("compare the meshes", topology.fingerprint())
         exchange.describe = lambda p: topology.describe(p, hosts[p].hostname)
         versions = {"version.moonep_jax": __version__, "version.jax": jax.__version__}
-        # It decides the order of calls on a device, which must be one on all ranks.
-        order = {"MOONEP_COLLECTIVE_STREAM": str(int(variables.collective_stream))}
+        # They decide which calls a device makes, and in what order, which must be alike on all ranks.
+        order = {
+            "MOONEP_COLLECTIVE_STREAM": str(int(variables.collective_stream)),
+            "MOONEP_DEBUG": str(int(variables.debug)),
+        }
         exchange.compare("compare the configs", {**config.fingerprint(), **versions, **order})
         domain_id = _agree_on_id(exchange)
         parts = shape.chunk_bytes()
         shared = share(exchange, topology, process, parts["total"], backend.memory, variables, hosts)
         undo.callback(shared.free)
         undo.callback(backend.module.stop, domain_id)
-        spec = DomainSpec(domain_id, config, topology)
+        spec = DomainSpec(domain_id, config, topology, variables.debug)
         exchange.guarded("start", lambda: _start(spec, backend, shape, shared, process, exchange.describe))
         exchange.finish()  # raises when the last step failed on another process
         domain = Domain(spec, backend.module, shared, store, process, exchange.namespace, exchange.describe, parts)

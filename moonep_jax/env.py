@@ -39,6 +39,7 @@ VARIABLES: Final = (
         "0",
         "1: calls on GPUs run on the stream of XLA's collectives, not beside NCCL's kernels (jax 0.11.1 or newer).",
     ),
+    Variable("MOONEP_DEBUG", "0", "1: every call is checked on the device: plans, rows, sums and weights (slow)."),
 )
 
 
@@ -53,11 +54,12 @@ class Env:
     delay_seed: int = 0
     row_copy: RowCopy = "bulk"
     collective_stream: bool = False
+    debug: bool = False
 
 
 def read() -> Env:
     """Reads all variables. Raises ConfigError for a value outside the ones allowed. An empty value is the default."""
-    kind, timeout, poison, delay, seed, copy, stream = (
+    kind, timeout, poison, delay, seed, copy, stream, debug = (
         os.environ.get(v.name, "").strip() or v.default for v in VARIABLES
     )
     if kind not in ("auto", "fd", "fabric"):
@@ -68,6 +70,8 @@ def read() -> Env:
         raise _bad(5, copy, "bulk or vector")
     if stream not in ("0", "1"):
         raise _bad(6, stream, "0 or 1")
+    if debug not in ("0", "1"):
+        raise _bad(7, debug, "0 or 1")
     return Env(
         mem_handle_type=cast(HandleType, kind),
         setup_timeout_s=_seconds(1, timeout),
@@ -76,6 +80,7 @@ def read() -> Env:
         delay_seed=_natural(4, seed),
         row_copy=cast(RowCopy, copy),
         collective_stream=stream == "1",
+        debug=debug == "1",
     )
 
 

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from moonep_jax import checks, primitives
+from moonep_jax import checks, debug, primitives
 from moonep_jax.errors import OpError, message
 from moonep_jax.spec import PLAN_ARRAYS, Dispatched, DomainSpec, Plan
 
@@ -34,7 +34,8 @@ def plan(spec: DomainSpec, topk_ids: Any, channel: int = 0) -> Plan:
     results = [(shape, np.int32) for shape in shapes]
     captured = spec.config.capture_plan and spec.topology.platform == "gpu"
     arrays = primitives.call("plan", [topk_ids], results, domain=spec.id, channel=channel, captured=captured)
-    return Plan(**dict(zip(PLAN_ARRAYS, arrays, strict=True)), domain=spec.id)
+    p = Plan(**dict(zip(PLAN_ARRAYS, arrays, strict=True)), domain=spec.id)
+    return debug.plan(spec, topk_ids, p) if spec.debug else p
 
 
 def _route(p: Plan) -> list[jax.Array]:
@@ -60,6 +61,8 @@ def _dispatch_bwd(spec: DomainSpec, p: Plan, cotangents: list[jax.Array]) -> tup
     operands = [p.dst_rank, p.src, p.primary, p.next, p.ticket, ct_hidden, ct_weights]
     results = [((p.tokens, ct_hidden.shape[1]), ct_hidden.dtype), (p.dst_rank.shape, np.float32)]
     dx, dtopk_weights = primitives.call("dispatch_grad", operands, results, domain=spec.id)
+    if spec.debug:
+        dx, dtopk_weights = debug.dispatch_grad(spec, p, operands, dx, dtopk_weights)
     return None, dx, dtopk_weights
 
 
@@ -89,7 +92,7 @@ def dispatch(
         raise OpError(message("dispatch", "the plan has another number of tokens", checked.tokens, s, fix))
     cast, x, topk_weights = checks.cast_together(spec, (checked, x, topk_weights))
     rows: Any = _dispatch(spec, cast, x, topk_weights)
-    hidden, weights = rows
+    hidden, weights = debug.dispatch(spec, cast, x, topk_ids, topk_weights, *rows) if spec.debug else rows
     return Dispatched(hidden, weights, cast.group_sizes, cast)
 
 
@@ -101,7 +104,7 @@ def _combine(spec: DomainSpec, p: Plan, out: jax.Array, weights: jax.Array | Non
     scale = jnp.ones_like(p.src, np.float32) if weights is None else weights
     operands = [p.dst_rank, p.src, p.primary, p.next, p.ticket, out, scale]
     (y,) = primitives.call("combine", operands, [((p.tokens, out.shape[1]), out.dtype)], domain=spec.id)
-    return y
+    return debug.combine(spec, p, operands, y) if spec.debug else y
 
 
 def _combine_fwd(spec: DomainSpec, p: Plan, out: jax.Array, weights: jax.Array | None) -> tuple[jax.Array, Any]:
@@ -112,6 +115,8 @@ def _combine_fwd(spec: DomainSpec, p: Plan, out: jax.Array, weights: jax.Array |
 def _combine_bwd(spec: DomainSpec, residuals: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array | None]:
     p, weighted = residuals
     (rows,) = primitives.call("combine_grad", [*_route(p), dy], [((p.rows, dy.shape[1]), dy.dtype)], domain=spec.id)
+    if spec.debug:
+        rows = debug.combine_grad(spec, p, dy, rows)
     if weighted is None:
         return None, rows, None
     out, weights = weighted
@@ -150,7 +155,8 @@ def _leaf_calls(spec: DomainSpec, kind: str, p: Plan, leaves: list[jax.Array], o
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _prefetch(spec: DomainSpec, p: Plan, leaves: list[jax.Array]) -> list[jax.Array]:
-    return _leaf_calls(spec, "prefetch", p, leaves, [2 * spec.experts_per_rank] * len(leaves))
+    full = _leaf_calls(spec, "prefetch", p, leaves, [2 * spec.experts_per_rank] * len(leaves))
+    return debug.prefetch(spec, p, leaves, full) if spec.debug else full
 
 
 def _prefetch_fwd(spec: DomainSpec, p: Plan, leaves: list[jax.Array]) -> tuple[list[jax.Array], Any]:
@@ -165,7 +171,10 @@ def _prefetch_bwd(spec: DomainSpec, residuals: Any, cotangents: list[Any]) -> tu
         fix = "keep the weights in one of these, or stop their gradient"
         raise OpError(message("reduce_grad", "a leaf's dtype has no gradient", bad, "float32, float16, bfloat16", fix))
     if floats:
-        summed = _leaf_calls(spec, "reduce_grad", p, [cotangents[i] for i in floats], [rows[i] for i in floats])
+        given, sizes = [cotangents[i] for i in floats], [rows[i] for i in floats]
+        summed = _leaf_calls(spec, "reduce_grad", p, given, sizes)
+        if spec.debug:
+            summed = debug.reduce_grad(spec, p, summed, _leaf_calls(spec, "reduce_grad", p, given, sizes))
         for i, grad in zip(floats, summed, strict=True):
             grads[i] = grad
     return None, grads

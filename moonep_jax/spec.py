@@ -23,11 +23,13 @@ class DomainSpec:
       id: domain id, agreed by all processes of the mesh and never reused in a process.
       config: the domain's EPConfig.
       topology: axes, groups and ranks.
+      debug: every call is checked (MOONEP_DEBUG).
     """
 
     id: int
     config: EPConfig
     topology: Topology
+    debug: bool = False
 
     @property
     def ranks(self) -> int:

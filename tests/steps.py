@@ -52,6 +52,11 @@ def same_bits(got: Any, want: Array, what: str) -> None:
 
 def whole_step(domain: moonep.Domain) -> Any:
     """A step that makes a plan and runs every row op on it, forward and backward, with given cotangents."""
+    return per_rank(domain, whole_body(domain))
+
+
+def whole_body(domain: moonep.Domain) -> Callable[..., dict[str, Any]]:
+    """One rank's part of `whole_step`."""
 
     def body(x: Any, ids: Any, topk_weights: Any, ct_hidden: Any, ct_weights: Any, out: Any, dy: Any) -> Any:
         p = domain.plan(ids)
@@ -74,7 +79,7 @@ def whole_step(domain: moonep.Domain) -> Any:
             "plain_grad": plain_vjp(dy)[0],
         }
 
-    return per_rank(domain, body)
+    return body
 
 
 def operands(rng: np.random.Generator, ids: Array, p: ref.ReferencePlan, shape: Shape, dtype: Any) -> dict[str, Array]:

@@ -73,6 +73,10 @@ std::optional<std::string> Error(int64_t domain) {
   return std::nullopt;
 }
 
+void Fail(int64_t domain, const std::string& text) {
+  for (const auto& rank : moonep::CpuRegistry::Get().RanksOf(domain)) rank->Fail({moonep::Failure::kInternal, text});
+}
+
 void Stop(int64_t domain) {
   nb::gil_scoped_release release;
   const auto ranks = moonep::CpuRegistry::Get().RanksOf(domain);
@@ -167,6 +171,7 @@ NB_MODULE(_ffi_cpu, m) {
         nb::arg("chunks"), nb::arg("labels"), nb::arg("group"), nb::arg("timeout_s"), nb::arg("first_call_timeout_s"),
         nb::arg("poison"), nb::arg("delay_us"), nb::arg("delay_seed"));
   m.def("error", &Error);
+  m.def("fail", &Fail);
   m.def("executed", &Executed);
   m.def("counters", &CountersOf);
   m.def("stop", &Stop);

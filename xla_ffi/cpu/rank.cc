@@ -336,15 +336,19 @@ int64_t LocalRank::SleepNs() const {
 }
 
 void LocalRank::Raise(Failure failure) {
-  ControlBlock& block = own();
-  uint32_t none = 0;
-  if (leader().origin.load() == 0) {
-    block.error_code.store(failure.code);
-    std::strncpy(block.error_text, failure.text.c_str(), ControlBlock::kText - 1);
-    leader().origin.compare_exchange_strong(none, static_cast<uint32_t>(view_.rank) + 1);
-    RingAll();
-  }
+  Fail(failure);
   AdoptError();
+}
+
+void LocalRank::Fail(const Failure& failure) {
+  std::lock_guard<std::mutex> lock(mutex_);  // one writer of the text; Stop sets error_ before the memory goes
+  if (error_ || leader().origin.load() != 0) return;
+  ControlBlock& block = own();
+  block.error_code.store(failure.code);
+  std::strncpy(block.error_text, failure.text.c_str(), ControlBlock::kText - 1);
+  uint32_t none = 0;
+  leader().origin.compare_exchange_strong(none, static_cast<uint32_t>(view_.rank) + 1);
+  RingAll();
 }
 
 void LocalRank::AdoptError() {

@@ -43,6 +43,8 @@ class LocalRank {
   void Stop();
   // Never waits. The call's `done` runs exactly once, on a thread of its own.
   void Submit(std::unique_ptr<Call> call);
+  // Puts the group in error, from any thread (what a check outside of the calls has found). A first error stays.
+  void Fail(const Failure& failure);
   // The group's first error, if any.
   Failure error();
   // Log entries executed by this rank.

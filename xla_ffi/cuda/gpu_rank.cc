@@ -386,7 +386,17 @@ Counters GpuRank::counters(std::string* wrong) const {
   return counters;
 }
 
+void GpuRank::Fail(const std::string& text) {
+  if (!error().empty()) return;
+  std::lock_guard<std::mutex> lock(mutex_);
+  failed_ = text;
+}
+
 std::string GpuRank::error() const {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failed_.empty()) return failed_;
+  }
   if (record_ == nullptr) return "";
   const uint32_t code = reinterpret_cast<const volatile ErrorRecord*>(record_)->code;
   if (code == ErrorRecord::kNone) return "";

@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -57,6 +58,8 @@ class GpuRank {
 
   // Text of the first error that this rank knows of, or an empty string. Synchronises nothing.
   std::string error() const;
+  // Puts this rank in error, from any thread (what a check outside of the calls has found). A first error stays.
+  void Fail(const std::string& text);
   const DomainShape& shape() const { return view_.shape; }
   int device() const { return options_.device; }
   // Of all calls so far, replays of captured graphs included, read from the device; waits for none of them.
@@ -82,6 +85,8 @@ class GpuRank {
   cudaStream_t reads_ = nullptr;  // of its own: any other stream may wait for kernels that wait for peers
   std::atomic<uint64_t> enqueued_{0};
   ErrorRecord* record_ = nullptr;  // host address of view_.host_record
+  mutable std::mutex mutex_;       // guards the text
+  std::string failed_;             // given to Fail
 };
 
 uint32_t SiteHash(int64_t kind, int64_t channel, int64_t site);

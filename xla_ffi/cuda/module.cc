@@ -111,6 +111,9 @@ NB_MODULE(_ffi_cuda, m) {
     }
     return std::nullopt;
   });
+  m.def("fail", [](int64_t domain, const std::string& text) {
+    for (const auto& rank : moonep::GpuRegistry::Get().RanksOf(domain)) rank->Fail(text);
+  });
   m.def("stop", [](int64_t domain) {
     nb::gil_scoped_release release;
     const auto ranks = moonep::GpuRegistry::Get().RanksOf(domain);

@@ -1,0 +1,307 @@
+"""MOONEP_DEBUG=1: clean runs stay clean and exact, planted corruption is an error that names the pair, off is free."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import dense
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import ROUTINGS, Shape, routing
+from conftest import make_mesh
+from harness import launch
+from jax.sharding import PartitionSpec as P
+from planted import flip
+from steps import call, check_step, per_rank, same_bits, whole_step
+from test_autodiff import by_hand, by_moe, sharded, value_and_grads
+
+import moonep_jax as moonep
+from moonep_jax import debug, ops, primitives
+from moonep_jax import reference as ref
+
+SHAPE = Shape(4, 8, 3, 8, 8)
+IDS = routing("two_hot", SHAPE)
+PLAN = ref.plan(IDS, SHAPE.E)
+HOT, HOME, HOSTS = 2, 1, [0, 2]  # an expert, its home, and the ranks that have it in a slot
+LEAVES = {"w": ((3, 5), np.float32), "b": ((7,), jnp.bfloat16)}
+
+
+@pytest.fixture(autouse=True)
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONEP_DEBUG", "1")
+
+
+def domain(make_domain: Any, shape: Shape = SHAPE, **fields: Any) -> moonep.Domain:
+    base = {"tokens": shape.S, "hidden": shape.H, "topk": shape.K, "experts": shape.E, "dtype": "float32"}
+    return make_domain(shape.R, **{**base, "weights": LEAVES, "timeout_s": 5.0, **fields})
+
+
+# -- clean runs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shape", "fields"),
+    [
+        (SHAPE, {"dtype": "bfloat16"}),
+        (Shape(3, 5, 2, 3, 7), {"token_padding": 1, "combine": "exact"}),
+        (Shape(2, 6, 3, 4, 7, S=16), {"dtype": "float16", "planner": "home"}),
+        (Shape(1, 5, 2, 4, 8), {}),
+    ],
+    ids=str,
+)
+def test_clean_rows(make_domain: Any, shape: Shape, fields: Any) -> None:
+    """Every routing, with NaN in the rows that hold no token: the oracle's bits, and no error."""
+    ep = domain(make_domain, shape, **fields)
+    assert ep.spec.debug
+    step = whole_step(ep)
+    for number, name in enumerate(ROUTINGS):
+        check_step(step, np.random.default_rng(number), routing(name, shape), shape, ep.spec.config)
+    ep.check()
+
+
+def test_clean_weights(make_domain: Any) -> None:
+    """Both forms of leaves, of float and other dtypes, forward and backward, in the smallest stage."""
+    leaves = {**LEAVES, "scalar": ((), np.float32), "ids": ((2,), np.int32), "mask": ((5,), np.bool_)}
+    ep = domain(make_domain, weights=leaves, stage_bytes=64 * SHAPE.epn)
+    rng = np.random.default_rng(0)
+
+    def forward(ids: Any, w: Any) -> Any:
+        return ep.prefetch(ep.plan(ids), w)
+
+    def backward(ids: Any, w: Any, ct: Any) -> Any:
+        p = ep.plan(ids)
+        return jax.vjp(lambda w: ep.prefetch(p, w), w)[1](ct)[0]
+
+    run, run_back = per_rank(ep, forward), per_rank(ep, backward)
+    for name in ("one_expert", "crowded", "balanced", "unrouted"):
+        ids = routing(name, SHAPE)
+        p = ref.plan(ids, SHAPE.E)
+        for rows in (SHAPE.epn, 2 * SHAPE.epn):
+            w = {k: rng.integers(0, 2, (4, rows, *shape)).astype(dtype) for k, (shape, dtype) in leaves.items()}
+            ct = {k: rng.standard_normal((4, 4, *leaves[k][0]), np.float32).astype(leaves[k][1]) for k in LEAVES}
+            got, grads = call(run, ids, w), call(run_back, ids, {k: w[k] for k in LEAVES}, ct)
+            used = np.concatenate([np.ones((4, SHAPE.epn), bool), p.slot_expert >= 0], axis=1)
+            for k, leaf in w.items():
+                same_bits(got[k][used], ref.prefetch(p, leaf[:, : SHAPE.epn])[used], k)
+            for k, leaf in ct.items():
+                same_bits(grads[k][:, : SHAPE.epn], ref.reduce_grad(p, leaf), f"gradient of {k}")
+    ep.check()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("build", [by_moe, by_hand])
+def test_clean_layer_replicated_over_data(make_domain: Any, build: Any, check_vma: bool) -> None:
+    mesh = make_mesh((2, 4), ("data", "ep"))
+    ep = make_domain(mesh, **dense.config())
+    a = dense.inputs(8 * dense.TOKENS)
+    got = jax.jit(value_and_grads(sharded(build(ep), mesh, check_vma, x=("data", "ep"))))(a)
+    dense.close(got, value_and_grads(dense.layer)(a))
+    ep.check()
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_clean_under_remat_and_scan(make_domain: Any, check_vma: bool) -> None:
+    """jax.checkpoint of the body of a scan, and its gradient."""
+    ep = make_domain(4, **dense.config())
+    a = dense.inputs(4 * dense.TOKENS)
+    mesh = make_mesh((4,), ("ep",))
+    specs = tuple(dense.specs("ep").values())
+
+    def stack(layer: Any) -> Any:
+        def run(x: Any, router: Any, bias: Any, params: Any) -> Any:
+            body = jax.checkpoint(lambda x, _: (x + layer(x, router, bias, params), None))
+            return jax.lax.scan(body, x, None, length=3)[0]
+
+        return run
+
+    mapped = jax.shard_map(stack(by_moe(ep)), mesh=mesh, in_specs=specs, out_specs=P("ep"), check_vma=check_vma)
+    dense.close(jax.jit(value_and_grads(mapped))(a), value_and_grads(stack(dense.layer))(a))
+    ep.check()
+
+
+# -- planted corruption ------------------------------------------------------------------------------------------------
+
+
+def error_of(ep: moonep.Domain, step: Any, *args: Any) -> str:
+    """The domain's error after a step, which may raise it itself; a step after it must."""
+    for _ in range(2):
+        try:
+            results = call(step, *args)
+        except jax.errors.JaxRuntimeError as error:
+            assert "rank" in str(error) or "see the domain's first error" in str(error)
+            break
+        floats = [a for a in jax.tree.leaves(results) if np.issubdtype(a.dtype, np.floating)]
+        assert any(np.isnan(a).any() for a in floats)
+    else:
+        pytest.fail("the second step did not raise")
+    with pytest.raises(moonep.DomainError) as caught:
+        ep.check()
+    text = str(caught.value)
+    assert re.match(r"^[\w]+: [^;]+; got .+, expected .+; .+$", text), text
+    return text
+
+
+def cross_row() -> tuple[int, int, int]:
+    """(destination, row, source) of a row that crosses between ranks."""
+    for rank, row in np.argwhere(PLAN.src >= 0):
+        source = int(PLAN.src[rank, row]) // (SHAPE.s * SHAPE.K)
+        if source != rank and PLAN.primary[rank, row] == row:
+            return int(rank), int(row), source
+    raise AssertionError("no row crosses")
+
+
+def layer(ep: moonep.Domain) -> Any:
+    def body(x: Any, ids: Any, topk_weights: Any) -> Any:
+        d = ep.dispatch(x, ids, topk_weights)
+        return ep.combine(d.plan, d.hidden, d.weights)
+
+    return body
+
+
+def rows_of(rng: np.random.Generator) -> tuple[Any, Any, Any]:
+    return rng.standard_normal((4, 8, 8), np.float32), IDS, rng.random((4, 8, 3), np.float32)
+
+
+@pytest.mark.parametrize("bit", [0, 15, 31])
+@pytest.mark.parametrize("result", [0, 1], ids=["hidden", "weights"])
+def test_a_flipped_bit_of_dispatch(make_domain: Any, monkeypatch: Any, result: int, bit: int) -> None:
+    rank, row, source = cross_row()
+    flip(monkeypatch, "dispatch", result, rank, (row, 3)[: 2 - result], bit)
+    ep = domain(make_domain)
+    text = error_of(ep, per_rank(ep, layer(ep)), *rows_of(np.random.default_rng(0)))
+    assert text.startswith(f"dispatch: corrupt rows; got 1 rows from rank {source} on rank {rank} with"), text
+
+
+def test_a_row_that_should_be_zero(make_domain: Any, monkeypatch: Any) -> None:
+    rank, row = map(int, np.argwhere(PLAN.src < 0)[0])
+    flip(monkeypatch, "dispatch", 0, rank, (row, 0), 31)
+    ep = domain(make_domain)
+    text = error_of(ep, per_rank(ep, layer(ep)), *rows_of(np.random.default_rng(0)))
+    assert text.startswith(f"dispatch: rows that hold no token are not zero; got 1 on rank {rank}"), text
+
+
+@pytest.mark.parametrize("name", [n for n in moonep.spec.PLAN_ARRAYS if n != "ticket"])
+@pytest.mark.parametrize("bit", [0, 2, 30])
+def test_a_flipped_bit_of_a_plan(make_domain: Any, monkeypatch: Any, name: str, bit: int) -> None:
+    """On rank 2, in an entry that is in use: the plan's own rules see it, or dispatch does."""
+    result = moonep.spec.PLAN_ARRAYS.index(name)
+    array = getattr(PLAN, name)
+    where = (0, 0) if name == "slot_expert" else tuple(np.argwhere(array[2] > 0)[-1]) if array.ndim > 1 else (1,)
+    flip(monkeypatch, "plan", result, 2, tuple(map(int, where)), bit)
+    ep = domain(make_domain)
+    text = error_of(ep, per_rank(ep, layer(ep)), *rows_of(np.random.default_rng(0)))
+    assert "rank 2" in text and text.startswith(("plan: the plan breaks its rules; got", "dispatch: corrupt rows")), (
+        text
+    )
+
+
+def test_a_flipped_bit_of_a_sum(make_domain: Any, monkeypatch: Any) -> None:
+    flip(monkeypatch, "combine", 0, 1, (2, 5), 0)
+    ep = domain(make_domain)
+    text = error_of(ep, per_rank(ep, layer(ep)), *rows_of(np.random.default_rng(0)))
+    ranks = sorted({int(r) for r in PLAN.dst_rank[1, 2] if r >= 0})
+    assert text.startswith("combine: corrupt sums; got 1 tokens from rank"), text
+    assert text.split(" on rank 1 ")[0].endswith(", ".join(map(str, ranks))), text
+
+
+@pytest.mark.parametrize(("op", "result"), [("dispatch_grad", 0), ("dispatch_grad", 1), ("combine_grad", 0)])
+def test_a_flipped_bit_of_a_gradient(make_domain: Any, monkeypatch: Any, op: str, result: int) -> None:
+    rank, row, source = cross_row()
+    where = (row, 1) if op == "combine_grad" else (2, 1)
+    at = rank if op == "combine_grad" else 1
+    flip(monkeypatch, op, result, at, where, 0)
+    ep = domain(make_domain)
+
+    def step(x: Any, ids: Any, w: Any) -> Any:
+        return jax.grad(lambda x, w: (layer(ep)(x, ids, w) ** 2).sum(), argnums=(0, 1))(x, w)
+
+    text = error_of(ep, per_rank(ep, step), *rows_of(np.random.default_rng(0)))
+    if op == "combine_grad":
+        assert text.startswith(f"combine_grad: corrupt rows; got 1 rows from rank {source} on rank {rank} "), text
+    else:
+        host = int(PLAN.dst_rank[1, 2, 1])
+        assert re.match(rf"dispatch_grad: corrupt sums; got 1 tokens from ranks? [^;]*{host}[^;]* on rank 1 ", text), (
+            text
+        )
+
+
+@pytest.mark.parametrize("op", ["prefetch", "reduce_grad"])
+@pytest.mark.parametrize("leaf", [0, 1])
+def test_a_flipped_bit_of_an_expert(make_domain: Any, monkeypatch: Any, op: str, leaf: int) -> None:
+    """A slot that holds the hot expert; the hot expert's gradient at home."""
+    assert [r for r in range(4) if HOT in PLAN.slot_expert[r]] == HOSTS and PLAN.slot_expert[2, 0] == HOT
+    rank, row = (2, SHAPE.epn) if op == "prefetch" else (HOME, HOT % SHAPE.epn)
+    flip(monkeypatch, op, leaf, rank, (row, 1, 2)[: 2 + leaf], 0)  # leaf "b" [7], leaf "w" [3, 5]
+    ep = domain(make_domain)
+    w = {k: np.ones((4, SHAPE.epn, *shape), dtype) for k, (shape, dtype) in LEAVES.items()}
+
+    def step(ids: Any, w: Any) -> Any:
+        p = ep.plan(ids)
+        return jax.grad(lambda w: sum((x.astype(np.float32) ** 2).sum() for x in ep.prefetch(p, w).values()))(w)
+
+    text = error_of(ep, per_rank(ep, step), IDS, w)
+    if op == "prefetch":
+        assert text.startswith(f"prefetch: corrupt experts' weights; got 1 experts' weights from rank {HOME} on"), text
+        assert f"on rank {rank} with another checksum" in text
+    else:
+        assert text.startswith(f"reduce_grad: corrupt sums; got 1 experts from ranks 0, 2 on rank {HOME} "), text
+
+
+def test_the_first_error_stays(make_domain: Any, monkeypatch: Any) -> None:
+    """Every op of a domain in error fails with the first text, on every rank; another domain goes on."""
+    rank, row, _ = cross_row()
+    flip(monkeypatch, "dispatch", 0, rank, (row, 0), 3)
+    ep, other = domain(make_domain), domain(make_domain)
+    text = error_of(ep, per_rank(ep, layer(ep)), *rows_of(np.random.default_rng(0)))
+    monkeypatch.undo()
+    monkeypatch.setenv("MOONEP_DEBUG", "1")
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(text)):
+        call(per_rank(ep, layer(ep)), *rows_of(np.random.default_rng(1)))
+    call(per_rank(other, layer(other)), *rows_of(np.random.default_rng(1)))
+    other.check()
+
+
+@pytest.mark.multiprocess
+def test_every_process_learns(tmp_path: Path) -> None:
+    """Four ranks in 2x2: rank 3 gets a wrong row from rank 0; both processes fail with the same text."""
+    run = launch("debugging:run", 2, 2, tmp_path, env={"MOONEP_DEBUG": "1"}, timeout_s=150)
+    texts = run.of("text")
+    assert texts[0] == texts[1] and re.match(r"dispatch: corrupt rows; got 1 rows from rank \d on rank 3 ", texts[0]), (
+        texts
+    )
+    assert run.of("clean") == [None, None]
+    run.ended_well()
+
+
+# -- off ---------------------------------------------------------------------------------------------------------------
+
+
+def test_off_is_free(make_domain: Any, monkeypatch: Any) -> None:
+    """Without the variable nothing of debug.py runs, and the program is the one without it; with it there is more."""
+    a = dense.inputs(4 * dense.TOKENS)
+
+    def program(ep: moonep.Domain) -> tuple[str, str]:
+        step = jax.jit(value_and_grads(sharded(by_moe(ep))))
+        text = step.lower(a).as_text()
+        jaxpr = str(jax.make_jaxpr(step)(a))
+        return re.sub(rf"domain = {ep.spec.id} : i64", "domain = N", text), jaxpr
+
+    monkeypatch.setenv("MOONEP_DEBUG", "0")
+    ep = make_domain(4, **dense.config())
+    here = program(ep)
+    monkeypatch.setattr(ops, "debug", None)  # any use of it would raise
+    assert program(ep) == here
+    monkeypatch.setattr(ops, "debug", debug)
+    assert "callback" not in here[0] + here[1]
+    # plan, dispatch, prefetch, combine and the gradients of the last three
+    assert len(re.findall(r"custom_call @moonep_", here[0])) == 7
+
+    monkeypatch.setenv("MOONEP_DEBUG", "1")
+    text, _ = program(make_domain(4, **dense.config()))
+    assert "callback" in text
+    assert len(re.findall(r"custom_call @moonep_", text)) == 13
+    assert primitives.call is debug.primitives.call
