@@ -145,10 +145,13 @@ def _arrays(value: Any) -> list[tuple[str, jax.Array]]:
     return [(jax.tree_util.keystr(path).strip("."), a) for path, a in jax.tree_util.tree_leaves_with_path(value)]
 
 
+_product = jax.jit(lambda a: (a @ a).sum())
+
+
 def alive(device: jax.Device) -> bool:
     """Whether a device still computes."""
     ones = jax.device_put(jnp.ones((512, 512), np.float32), device)
-    return float(jax.jit(lambda a: (a @ a).sum())(ones)) == 512.0**3
+    return float(_product(ones)) == 512.0**3
 
 
 def wait_for_state(pid: int, states: str, limit_s: float = 30.0) -> None:
