@@ -64,7 +64,7 @@ CPU_MUTANTS = [
     ("NO_REGION", ("N=2", "CALLS=2", "SAME=3"), "unread"),
     ("NO_ALL_IN", ("N=2", "CALLS=2"), "data"),
     ("HEAD_BEFORE_KEY", ("N=2", "CALLS=2"), "mine"),
-    ("NO_ROOM", ("N=2", "CALLS=3", "EMPTY=7"), "mine"),
+    ("NO_ROOM", ("N=2", "CALLS=3", "EMPTY=7"), "order"),
     ("LATE_SNAPSHOT", ("N=2", "CALLS=2"), "invalid end state"),
     ("NO_BELL_OF_STEP", ("N=2", "CALLS=2"), "invalid end state"),
     ("OLD_HEAD", ("N=2", "CALLS=2", "EMPTY=3", "WATCH"), "assertion violated 0"),
