@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from moonep_jax import _compat, checks, native, primitives
-from moonep_jax.errors import message
+from moonep_jax.errors import ConfigError, message
 from moonep_jax.spec import DomainSpec, Plan
 
 _log = logging.getLogger("moonep_jax")
@@ -28,6 +28,16 @@ _FIX = "the domain must be closed; look for a write into its memory, a failing d
 
 Array = jax.Array
 Describe = Callable[[int, list[int]], tuple[str, str, str]]  # (rank, counts) -> what is wrong, got, expected
+
+
+def require(platform: str) -> None:
+    """Raises ConfigError where checks could not tell the host: JAX runs callbacks of GPU programs through its CPU."""
+    try:
+        jax.local_devices(backend="cpu")
+    except RuntimeError as error:
+        wrong, got = "MOONEP_DEBUG needs JAX's CPU devices too", f"JAX_PLATFORMS with {platform} only"
+        fix = "set JAX_PLATFORMS=cuda,cpu, or unset it"
+        raise ConfigError(message("setup", wrong, got, "platforms that include cpu", fix)) from error
 
 
 # -- checksums ---------------------------------------------------------------------------------------------------------

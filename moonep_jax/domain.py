@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import jax
 
-from moonep_jax import _compat, backends, env, layer, ops
+from moonep_jax import _compat, backends, debug, env, layer, ops
 from moonep_jax.backends import Backend
 from moonep_jax.config import EPConfig
 from moonep_jax.errors import ConfigError, DomainError, message
@@ -358,6 +358,8 @@ def _check(
 ) -> tuple[Topology, Backend, Any]:
     topology = Topology.from_mesh(mesh, axis)
     backend = backends.make(topology.platform, mesh.devices.flat, process, variables)
+    if variables.debug:
+        debug.require(topology.platform)
     return topology, backend, backends.domain_shape(backend, config, topology.ranks)
 
 

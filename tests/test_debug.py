@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import dense
+import gpu_kit
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -274,6 +275,49 @@ def test_every_process_learns(tmp_path: Path) -> None:
         texts
     )
     assert run.of("clean") == [None, None]
+    run.ended_well()
+
+
+def test_gpus_need_cpu_devices_too(monkeypatch: Any) -> None:
+    debug.require("cpu")
+
+    def none(backend: str) -> Any:
+        raise RuntimeError(f"Unknown backend {backend}")
+
+    monkeypatch.setattr(jax, "local_devices", none)
+    with pytest.raises(
+        moonep.ConfigError, match=r"^setup: MOONEP_DEBUG needs .*; got .*, expected .*; set JAX_PLATFORMS"
+    ):
+        debug.require("gpu")
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+GPU = {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "MOONEP_DEBUG": "1"}
+needs_gpu = pytest.mark.skipif(not gpu_kit.available(), reason="needs a GPU, the CUDA module and cuda-python")
+
+
+@pytest.mark.cuda
+@pytest.mark.multiprocess
+@needs_gpu
+def test_clean_on_a_gpu(tmp_path: Path) -> None:
+    cases = ("rows_float32_dedup", "rows_bfloat16_exact", "weights_own", "weights_full", "remat")
+    run = launch("gpu:run", 2, 1, tmp_path, env=GPU, timeout_s=280, args={"cases": (*cases, "layer"), "replays": 5})
+    for case in cases:
+        assert run.of(case) == [[], []], case
+    assert all(got["y"] < 1e-5 for got in run.of("layer"))
+    run.ended_well()
+
+
+@pytest.mark.cuda
+@pytest.mark.multiprocess
+@needs_gpu
+def test_corruption_on_a_gpu_is_named(tmp_path: Path) -> None:
+    run = launch("debugging:run", 3, 1, tmp_path, env=GPU, timeout_s=240)
+    assert run.of("clean") == [None] * 3
+    *others, last = run.of("text")
+    assert re.match(r"dispatch: corrupt rows; got 1 rows from rank \d on rank 2 ", last), last
+    assert all("missing ranks [2]" in text for text in others), others
     run.ended_well()
 
 

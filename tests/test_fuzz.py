@@ -15,7 +15,7 @@ import pytest
 
 from moonep_jax import reference as ref
 
-FIXED = 4
+FIXED = 1  # its first cases compile fast
 RANDOM = secrets.randbits(31)  # pytest shows it where a test fails; the fuzzer prints it, too
 
 
@@ -27,14 +27,14 @@ def test_planner(seed: int, capsys: Any) -> None:
 
 @pytest.mark.parametrize("seed", [FIXED, RANDOM], ids=["fixed", "random"])
 def test_steps(seed: int) -> None:
-    done = fuzz.run_part("steps", lambda n: fuzz.steps(seed, n, 15), 4.0, lambda done: done["steps"] >= 15)
+    done = fuzz.run_part("steps", lambda n: fuzz.steps(seed, n, 15), 3.0, lambda done: done["steps"] >= 15)
     assert done["steps"] % 15 == 0
 
 
 @pytest.mark.multiprocess
 def test_processes() -> None:
     """Three random domains over 2x2 processes and devices."""
-    assert fuzz.processes(FIXED, 2, 10)["steps"] == 30
+    assert fuzz.processes(FIXED, 2, 5)["steps"] == 15
 
 
 @pytest.mark.cuda

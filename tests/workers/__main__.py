@@ -21,7 +21,7 @@ def main(spec: dict[str, Any]) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     if spec["processes"] > 1:
         limits: dict[str, Any] = {"initialization_timeout": 120}
-        if os.environ["JAX_PLATFORMS"] == "cuda":
+        if os.environ["JAX_PLATFORMS"].startswith("cuda"):
             limits["local_device_ids"] = [spec["gpu"]]
         if spec["recoverable"]:
             jax.config.update("jax_enable_recoverability", True)

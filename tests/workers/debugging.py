@@ -1,4 +1,7 @@
-"""Worker of test_debug: a bit of a row is flipped on the last rank, and every process records the domain's error."""
+"""Worker of test_debug: a bit of a row is flipped on the last rank, and every process records the domain's error.
+
+On CPUs all ranks get the text; on GPUs the last rank does, and the others name it as the one that is missing.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from planted import flip
 import moonep_jax as moonep
 from workers import Context
 
-SHAPE = Shape(4, 8, 3, 8, 8)
-
 
 def run(c: Context) -> None:
-    mesh = c.mesh()
-    config = moonep.EPConfig(tokens=8, hidden=8, topk=3, experts=8, dtype="float32", timeout_s=20.0)
-    x = c.put(np.random.default_rng(0).standard_normal((32, 8), np.float32), mesh, P("ep"))
-    ids = c.put(routing("two_hot", SHAPE).reshape(32, 3), mesh, P("ep"))
+    mesh, ranks = c.mesh(), c.devices
+    shape = Shape(ranks, 8, 3, 2 * ranks, 8)
+    config = moonep.EPConfig(tokens=8, hidden=8, topk=3, experts=2 * ranks, dtype="float32", timeout_s=20.0,
+                             first_call_timeout_s=120.0)  # fmt: skip
+    x = c.put(np.random.default_rng(0).standard_normal((ranks * 8, 8), np.float32), mesh, P("ep"))
+    ids = c.put(routing("two_hot", shape).reshape(ranks * 8, 3), mesh, P("ep"))
 
     def program(ep: moonep.Domain) -> Any:
         def body(x: Any, ids: Any) -> Any:
@@ -38,10 +41,11 @@ def run(c: Context) -> None:
 
     def corrupt() -> str:
         with moonep.setup(mesh, "ep", config) as ep, pytest.MonkeyPatch.context() as patch:
-            flip(patch, "dispatch", 0, 3, (1, 1), 4)
-            with pytest.raises(jax.errors.JaxRuntimeError, match="dispatch: corrupt rows"):
+            flip(patch, "dispatch", 0, ranks - 1, (0, 1), 4)
+            step = program(ep)
+            with pytest.raises(jax.errors.JaxRuntimeError, match=r"corrupt rows|missing ranks"):
                 for _ in range(3):
-                    jax.block_until_ready(program(ep)(x, ids))
+                    jax.block_until_ready(step(x, ids))
             with pytest.raises(moonep.DomainError) as caught:
                 ep.check()
             return re.sub(r"\s+", " ", str(caught.value))
