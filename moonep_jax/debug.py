@@ -27,6 +27,8 @@ _log = logging.getLogger("moonep_jax")
 _FIX = "the domain must be closed; look for a write into its memory, a failing device or link, or report a bug"
 
 Array = jax.Array
+# One program where ops run without jit. Inlined into a traced one: a function lowered once would repeat its sites.
+_compiled = functools.partial(jax.jit, static_argnums=0, inline=True)
 Describe = Callable[[int, list[int]], tuple[str, str, str]]  # (rank, counts) -> what is wrong, got, expected
 
 
@@ -159,6 +161,7 @@ def _resent(what: str, rank: int, counts: list[int]) -> tuple[str, str, str]:
 # -- plan --------------------------------------------------------------------------------------------------------------
 
 
+@_compiled
 def plan(spec: DomainSpec, topk_ids: Array, p: Plan) -> Plan:
     """The plan; its ticket is -1 if an array breaks a rule."""
     rules = _rules(spec, topk_ids, p)
@@ -300,15 +303,22 @@ def dispatch(
     spec: DomainSpec, p: Plan, x: Array, ids: Array, topk_weights: Array, hidden: Array, weights: Array
 ) -> list[Array]:
     """hidden and weights. Rows, route weights, experts and places are compared."""
-    x, topk_weights, seen, route = map(jax.lax.stop_gradient, (x, topk_weights, hidden, weights))
+    # This runs outside of custom_vjp, and no primitive may be differentiated.
+    x, topk_weights, rows, route = map(jax.lax.stop_gradient, (x, topk_weights, hidden, weights))
+    return _gate(_dispatched(spec, p, x, ids, topk_weights, rows, route), [hidden, weights])
+
+
+@_compiled
+def _dispatched(
+    spec: DomainSpec, p: Plan, x: Array, ids: Array, topk_weights: Array, rows: Array, route: Array
+) -> Array:
     row = jnp.arange(p.rows, dtype=np.int32)
     sent = _join(ids, _bits(topk_weights))
     got = _join(_at(_experts(spec, p), _groups(p, row)), _bits(route)[:, 0])
-    zero = _bits(route)[:, 0] != 0
-    failed = _rows(spec, "dispatch", p, x, seen, sent, got, zero)
-    return _gate(failed, [hidden, weights])
+    return _rows(spec, "dispatch", p, x, rows, sent, got, _bits(route)[:, 0] != 0)
 
 
+@_compiled
 def combine_grad(spec: DomainSpec, p: Plan, dy: Array, rows: Array) -> Array:
     """The rows of dy."""
     nothing = jnp.zeros((), np.uint32)
@@ -326,6 +336,7 @@ def _sums(spec: DomainSpec, op: str, p: Plan, bad: Array, back: Array) -> Array:
     return _verdict(spec, op, counts, p.ticket, functools.partial(_resent, "tokens"))
 
 
+@_compiled
 def combine(spec: DomainSpec, p: Plan, operands: Sequence[Array], y: Array) -> Array:
     """The sums y; `operands` are those of the call."""
     (again,) = primitives.call("combine", operands, [(y.shape, y.dtype)], domain=spec.id)
@@ -333,6 +344,7 @@ def combine(spec: DomainSpec, p: Plan, operands: Sequence[Array], y: Array) -> A
     return _gate(failed, [y])[0]
 
 
+@_compiled
 def dispatch_grad(spec: DomainSpec, p: Plan, operands: Sequence[Array], dx: Array, dw: Array) -> list[Array]:
     """The sums dx, and the weights' gradients dw, whose checksums travel beside them."""
     row = jnp.arange(p.rows, dtype=np.int32)
@@ -350,6 +362,7 @@ def dispatch_grad(spec: DomainSpec, p: Plan, operands: Sequence[Array], dx: Arra
 # -- weights -----------------------------------------------------------------------------------------------------------
 
 
+@_compiled
 def prefetch(spec: DomainSpec, p: Plan, leaves: Sequence[Array], full: Sequence[Array]) -> list[Array]:
     """The filled leaves: checksums, one per own expert and leaf, travel as they did."""
     epn = spec.experts_per_rank
@@ -364,6 +377,7 @@ def prefetch(spec: DomainSpec, p: Plan, leaves: Sequence[Array], full: Sequence[
     return _gate(_verdict(spec, "prefetch", counts, p.ticket, describe), full)
 
 
+@_compiled
 def reduce_grad(spec: DomainSpec, p: Plan, grads: Sequence[Array], again: Sequence[Array]) -> list[Array]:
     """The summed gradients; `again` are those of a second call."""
     epn, me = spec.experts_per_rank, _rank(spec)
