@@ -46,6 +46,7 @@ def test_a_clean_job(job: Job) -> None:
     domains = job.setup()
     assert [step for p, step in job.seen if p == 2] == list(STEPS)
     job.works(domains)
+    job.ran = True
     ep, real = domains[0], make_mesh((3,), ("ep",))
 
     def step(x: jax.Array, ids: jax.Array) -> jax.Array:
