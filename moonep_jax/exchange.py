@@ -307,7 +307,7 @@ class Exchange:
         while True:
             if (record := self._stored(step, lambda: self._get(keys[sender], deadline))) is not None:
                 return record
-            self._raise_if_aborted()
+            self._raise_if_aborted(step)
             if time.monotonic() >= deadline:
                 late = self._stored(step, lambda: {p: self._store.try_get(key) for p, key in keys.items()})
                 if (record := late[sender]) is not None:
@@ -431,12 +431,8 @@ class Exchange:
         self._aborted = text.encode() if reason is None else reason
         raise SetupError(text if reason is None else self._reason(reason)) from cause
 
-    def _raise_if_aborted(self) -> None:
-        try:
-            reason = self._store.try_get(f"{self.namespace}/abort")
-        except Exception:  # it will fail in the step itself, too, which says so
-            return
-        if reason is not None:
+    def _raise_if_aborted(self, step: str) -> None:
+        if (reason := self._stored(step, lambda: self._store.try_get(f"{self.namespace}/abort"))) is not None:
             self._failed, self._aborted = True, reason
             raise SetupError(self._reason(reason))
 

@@ -163,6 +163,8 @@ class Job:
         self.local = threading.local()
         self.counts: defaultdict[Any, int] = defaultdict(int)
         self.fetched: list[tuple[int, Any]] = []  # (process, record) of each import that was begun
+        self.missed = False  # whether a process did not come: it may still find out why the others gave up
+        self.ran = False  # whether JAX ran something, for which it may start threads that stay
         self.seen: list[tuple[int, str]] = []  # (process, step) of each record that was sent
         self.env = env.Env(setup_timeout_s=timeout_s)
         self.calm()
@@ -279,7 +281,7 @@ def job_of(owners: Sequence[int], monkeypatch: pytest.MonkeyPatch, timeout_s: fl
     monkeypatch.setattr(exchange, "_GRACE_S", 1.0)
     monkeypatch.setattr(jax, "process_index", lambda: job.process)
     monkeypatch.setattr(native, "module", lambda platform: job.native)
-    monkeypatch.setattr(domain, "open_store", lambda participants: View(job, job.process))
+    monkeypatch.setattr(domain, "open_store", lambda participants, *_: View(job, job.process))
     monkeypatch.setattr(domain, "namespace", job.namespace)
     monkeypatch.setattr(env, "read", lambda: job.env_of[job.process])
     monkeypatch.setattr(fds, "fetch", fetched)
@@ -291,8 +293,9 @@ def job_of(owners: Sequence[int], monkeypatch: pytest.MonkeyPatch, timeout_s: fl
     while (after := traces()) != before and time.monotonic() < deadline:
         time.sleep(0.05)  # threads that end
     tasks = after.pop("tasks"), before.pop("tasks")
-    assert after == before and tasks[0] <= tasks[1], (after, before, tasks)
-    assert job.store.keys() == []
+    assert after == before and (job.ran or tasks[0] <= tasks[1]), (after, before, tasks)
+    left = job.store.keys()
+    assert [k for k in left if not (job.missed and k.endswith("/abort"))] == []
 
 
 def refused(results: dict[int, Any], *parts: str) -> str:

@@ -46,6 +46,7 @@ def test_a_clean_job(job: Job) -> None:
     domains = job.setup()
     assert [step for p, step in job.seen if p == 2] == list(STEPS)
     job.works(domains)
+    job.ran = True
     ep, real = domains[0], make_mesh((3,), ("ep",))
 
     def step(x: jax.Array, ids: jax.Array) -> jax.Array:
@@ -158,7 +159,7 @@ def test_two_processes_with_one_index(job: Job) -> None:
 
 def test_a_store_that_is_gone_on_one(job: Job) -> None:
     """No common text without a common store: it says so, and the others name it."""
-    job.gone = {1}
+    job.gone, job.missed = {1}, True
     job.env_of = dict.fromkeys(job.processes, Env(setup_timeout_s=0.5))
     results = job.setup()
     refused({1: results.pop(1)}, "the key-value store failed in step 'check the arguments' on process 1")
@@ -257,7 +258,7 @@ def test_a_config_that_does_not_fit(job: Job, experts: int) -> None:
 def test_a_mesh_of_other_processes(job: Job) -> None:
     """They cannot meet at all: each side names who did not come."""
     job.env_of = dict.fromkeys(job.processes, Env(setup_timeout_s=0.3))
-    job.mesh[2] = mesh((1, 2))
+    job.mesh[2], job.missed = mesh((1, 2)), True
     results = job.setup()
     refused({2: results.pop(2)}, "no word from process 1, expected all 2 processes")
     refused(results, "no word from process 2, expected all 3 processes")
