@@ -274,8 +274,7 @@ __device__ inline CallState BeginCall(const RankViewGpu& v, Part which, const Ca
 __device__ inline bool WaitArrived(const RankViewGpu& v, Part which, const CallState& call, uint64_t* waited_ns) {
   *waited_ns = 0;
   const Expect expect = which == Part::kIds ? Expect::kTagOrNext : Expect::kTag;
-  return call.live != 0 &&
-         WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, expect, call, waited_ns);
+  return call.live != 0 && WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, expect, call, waited_ns);
 }
 // The same of the call that is recorded. Returns *waited_ns, for the caller to count.
 __device__ inline uint64_t WaitArrived(const RankViewGpu& v, Part which) {
