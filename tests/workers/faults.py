@@ -161,10 +161,10 @@ def _in_setup(case: Case) -> dict[str, Any]:
         return {"error": raised(set_up)}
     gather = Exchange.all_gather
 
-    def all_gather(self: Exchange, step: str, payload: bytes) -> dict[int, bytes]:
+    def all_gather(self: Exchange, step: str, payload: bytes, *parse: Any) -> dict[int, Any]:
         if step == STEP:
             _do(case.fault)
-        return gather(self, step, payload)
+        return gather(self, step, payload, *parse)
 
     Exchange.all_gather = all_gather  # this process's only
     try:
