@@ -84,7 +84,7 @@ def nothing_left_open() -> Iterator[None]:
     before, threads = open_fds(), threading.active_count()
     yield
     assert open_fds() == before
-    assert threading.active_count() == threads
+    assert threading.active_count() <= threads  # threads of tests before may end meanwhile
     assert listening() == 0
 
 
