@@ -9,7 +9,7 @@ import mmap
 import os
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,25 +106,35 @@ class FakeDevice:
     platform: str = "cpu"
 
 
-def run_processes(
-    topo: Topology, store: InProcessStore, timeout_s: float, main: Callable[[int, Exchange], Any]
-) -> dict[int, Any]:
-    """main(process, exchange) in a thread per process of a topology: its results or errors; no key may be left."""
+def in_threads(processes: Iterable[int], body: Callable[[int], Any]) -> dict[int, Any]:
+    """body(process) in a thread for each: results or exceptions. None may take more than a minute."""
     results: dict[int, Any] = {}
 
     def run(p: int) -> None:
         try:
-            with Exchange(store, NAMESPACE, p, topo.processes, timeout_s, topo.describe) as ex:
-                results[p] = main(p, ex)
+            results[p] = body(p)
         except Exception as error:
             results[p] = error
 
-    threads = [threading.Thread(target=run, args=(p,)) for p in topo.processes]
+    threads = [threading.Thread(target=run, args=(p,)) for p in processes]
     for t in threads:
         t.start()
     for t in threads:
         t.join(60)
     assert not any(t.is_alive() for t in threads)
+    return results
+
+
+def run_processes(
+    topo: Topology, store: InProcessStore, timeout_s: float, main: Callable[[int, Exchange], Any]
+) -> dict[int, Any]:
+    """main(process, exchange) in a thread per process of a topology: its results or errors; no key may be left."""
+
+    def run(p: int) -> Any:
+        with Exchange(store, NAMESPACE, p, topo.processes, timeout_s, topo.describe) as ex:
+            return main(p, ex)
+
+    results = in_threads(topo.processes, run)
     assert store.keys() == []
     return results
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from memory_kit import listening, open_fds
+from memory_kit import in_threads, listening, open_fds
 
 import moonep_jax as moonep
 from moonep_jax import backends, domain, env, exchange, native, records
@@ -201,22 +201,12 @@ class Job:
 
     def each(self, body: Callable[[int], Any]) -> dict[int, Any]:
         """body in every process's thread: results or exceptions."""
-        results: dict[int, Any] = {}
 
-        def run(p: int) -> None:
+        def run(p: int) -> Any:
             self.local.process = p
-            try:
-                results[p] = body(p)
-            except Exception as error:
-                results[p] = error
+            return body(p)
 
-        threads = [threading.Thread(target=run, args=(p,)) for p in self.processes]
-        for t in threads:
-            t.start()
-        for t in threads:
-            t.join(60)
-        assert not any(t.is_alive() for t in threads)
-        return results
+        return in_threads(self.processes, run)
 
     def close(self, domains: dict[int, moonep.Domain]) -> None:
         assert self.each(lambda p: domains[p].close()) == dict.fromkeys(self.processes)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from memory_kit import outputs_of
+from memory_kit import in_threads, outputs_of
 
 from moonep_jax import _compat, exchange
 from moonep_jax.errors import ConfigError, MoonEPError, SetupError
@@ -28,22 +28,11 @@ def run_all(
 ) -> dict[int, Any]:
     """Runs body as every participant in its own thread: results, or the exception each raised."""
     shared = InProcessStore() if store is None else store
-    results: dict[int, Any] = {}
 
-    def run(p: int) -> None:
-        ex = Exchange(shared, "moonep/test/0", p, participants, timeout_s, lambda q: f"process {q} (rank {q})")
-        try:
-            results[p] = body(ex)
-        except Exception as error:
-            results[p] = error
+    def run(p: int) -> Any:
+        return body(Exchange(shared, "moonep/test/0", p, participants, timeout_s, lambda q: f"process {q} (rank {q})"))
 
-    threads = [threading.Thread(target=run, args=(p,)) for p in participants if p not in absent]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join(60)
-    assert not any(t.is_alive() for t in threads)
-    return results
+    return in_threads([p for p in participants if p not in absent], run)
 
 
 def same_text(results: dict[int, Any]) -> str:

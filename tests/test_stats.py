@@ -14,6 +14,7 @@ from cases import Shape, routing
 from conftest import make_mesh
 from jax.sharding import PartitionSpec as P
 from steps import Array, call, per_rank
+from test_prefetch import domain_of
 
 import moonep_jax as moonep
 from moonep_jax import reference as ref
@@ -54,18 +55,8 @@ def test_counters_are_those_of_the_oracles_plans(
     make_domain: Any, combine: str, planner: str, stage_bytes: int | None
 ) -> None:
     s = SHAPE
-    ep = make_domain(
-        s.R,
-        tokens=s.S,
-        hidden=s.H,
-        topk=s.K,
-        experts=s.E,
-        dtype="float32",
-        weights={"w": (LEAF, "float32")},
-        combine=combine,
-        planner=planner,
-        stage_bytes=stage_bytes,
-    )
+    fields = {"combine": combine, "planner": planner, "stage_bytes": stage_bytes}
+    ep = domain_of(make_domain, s, {"w": (LEAF, "float32")}, **fields)
     step, rng = training_step(ep), np.random.default_rng(0)
     assert ep.stats()["calls"] == ep.stats()["bytes"] == dict.fromkeys(OPS, 0)
     calls, rows, link_rows, moved = 0, 0, 0, 0

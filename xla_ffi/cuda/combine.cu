@@ -170,9 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   LetNextStart();
   ControlBlockGpu::PartState& part = State(v, Part::kReturns);
   if (part.live != 0) Pass(ReturnRows<E, V, false>{v, a}, Pieces(cut, &taken)).Run();
-  Tail(part, [&] {
-    if (part.live != 0) PublishArrived(v, Part::kReturns, part);
-  });
+  EndSend(v, Part::kReturns, part);
 }
 
 template <class E, class V>
@@ -184,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   LetNextStart();
   ControlBlockGpu::PartState& part = State(v, Part::kReturns);
   Pass(ReduceRows<E, V, 2, 1>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
-  Tail(part, [&] { PublishConsumed(v, Part::kReturns, part); });
+  EndLocal(v, Part::kReturns, part);
 }
 
 template <class E, class V>

@@ -229,12 +229,6 @@ __device__ inline void SendBulk(const RankViewGpu& v, const DispatchArgs& a, con
 
 // -- kernels ----------------------------------------------------------------------------------------------------------
 
-__device__ inline void EndSend(const RankViewGpu& v, ControlBlockGpu::PartState& part) {
-  Tail(part, [&] {
-    if (part.live != 0) PublishArrived(v, Part::kRows, part);
-  });
-}
-
 __global__ void __launch_bounds__(kBulkWarps * 32, 1)
     DispatchSendBulk(const __grid_constant__ RankViewGpu v, const __grid_constant__ DispatchArgs a,
                      const __grid_constant__ BulkCut cut) {
@@ -243,7 +237,7 @@ __global__ void __launch_bounds__(kBulkWarps * 32, 1)
   LetNextStart();
   ControlBlockGpu::PartState& part = State(v, Part::kRows);
   if (part.live != 0) SendBulk(v, a, cut, shared);
-  EndSend(v, part);
+  EndSend(v, Part::kRows, part);
 }
 
 template <class V>
@@ -255,7 +249,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   LetNextStart();
   ControlBlockGpu::PartState& part = State(v, Part::kRows);
   if (part.live != 0) Pass(SendRows<V>{v, a}, Pieces(cut, &taken)).Run();
-  EndSend(v, part);
+  EndSend(v, Part::kRows, part);
 }
 
 template <class V>
@@ -267,7 +261,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   LetNextStart();
   ControlBlockGpu::PartState& part = State(v, Part::kRows);
   Pass(ExpandRows<V, true>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
-  Tail(part, [&] { PublishConsumed(v, Part::kRows, part); });
+  EndLocal(v, Part::kRows, part);
 }
 
 template <class V>

@@ -324,6 +324,16 @@ __device__ inline void PublishConsumed(const RankViewGpu& v, Part which, const C
   PublishConsumed(v, which, StateOf(part));
 }
 
+// The end of a data kernel that sends, and of one that copies out what was sent.
+__device__ inline void EndSend(const RankViewGpu& v, Part which, ControlBlockGpu::PartState& part) {
+  Tail(part, [&] {
+    if (part.live != 0) PublishArrived(v, which, part);
+  });
+}
+__device__ inline void EndLocal(const RankViewGpu& v, Part which, ControlBlockGpu::PartState& part) {
+  Tail(part, [&] { PublishConsumed(v, which, part); });
+}
+
 // A whole call in a kernel of one cluster, for calls of so few bytes that launches would cost more than the work.
 // start_send() and start_local() give a pass over rows whose first loads, of what no peer writes, are under way: they
 // overlap with the waits. Run() does it.

@@ -160,9 +160,7 @@ __global__ void __launch_bounds__(kThreads)
           });
         });
   }
-  Tail(part, [&] {
-    if (part.live != 0) PublishArrived(v, Part::kSlots, part);
-  });
+  EndSend(v, Part::kSlots, part);
 }
 
 __device__ inline bool SlotUsed(const RankViewGpu& v, const WeightArgs& a, int64_t slot) {
@@ -214,7 +212,7 @@ __global__ void __launch_bounds__(kThreads)
                     [&](int) { return leaf.out + (epn + slot) * leaf.bytes + span.offset + at; });
         });
   }
-  Tail(part, [&] { PublishConsumed(v, Part::kSlots, part); });
+  EndLocal(v, Part::kSlots, part);
 }
 
 template <class V>
@@ -235,9 +233,7 @@ __global__ void __launch_bounds__(kThreads)
           if (leaf.out_rows > epn) Fill<V>(leaf.out + row, bytes, 0);
         });
   }
-  Tail(part, [&] {
-    if (part.live != 0) PublishArrived(v, Part::kSlots, part);
-  });
+  EndSend(v, Part::kSlots, part);
 }
 
 template <class E, class V>
@@ -304,7 +300,7 @@ __global__ void __launch_bounds__(kThreads)
           if (leaf.type == static_cast<int32_t>(RowType::kBF16)) add(BF16Gpu{});
         });
   }
-  Tail(part, [&] { PublishConsumed(v, Part::kSlots, part); });
+  EndLocal(v, Part::kSlots, part);
 }
 
 __global__ void __launch_bounds__(kThreads) PlainCopy(std::byte* to, const std::byte* from, int64_t bytes) {
