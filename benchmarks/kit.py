@@ -1,7 +1,6 @@
 """What the benchmarks share: flags, devices and processes, timing side by side, records and Markdown tables.
 
-A benchmark is a module with its own flags and a function that returns tables of rows; `kit.main(function, __doc__, show)`
-runs it, on one process or on `--processes` of this host (for several hosts: --coordinator, --processes and --process
+A benchmark is a module with its own flags and a function that returns tables of rows; `kit.main` runs it, on one process or on `--processes` of this host (for several hosts: --coordinator, --processes and --process
 on each). Import this before jax makes its devices. It puts the tests' folder, with the case table, on the path.
 """
 
