@@ -1,7 +1,8 @@
 """What the benchmarks share: flags, devices and processes, timing side by side, records and Markdown tables.
 
-A benchmark is a module with its own flags and a function that returns tables of rows; `kit.main` runs it, on one process or on `--processes` of this host (for several hosts: --coordinator, --processes and --process
-on each). Import this before jax makes its devices. It puts the tests' folder, with the case table, on the path.
+A benchmark is a module with its own flags and a function that returns tables of rows; `kit.main` runs it, on one
+process or on `--processes` of this host (for several hosts: --coordinator, --processes and --process on each). Import
+this before jax makes its devices. It puts the tests' folder, with the case table, on the path.
 """
 
 from __future__ import annotations
