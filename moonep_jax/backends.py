@@ -24,7 +24,7 @@ _STAGE_ALIGN = 64  # bytes; least share of the stage per expert
 class Backend(Protocol):
     """What `setup` needs of a platform."""
 
-    module: Any  # the native module: DomainShape, add_rank, error, executed, counters, stop
+    module: Any  # the native module: DomainShape, add_rank, error, fail, executed, counters, stop(domain, together)
     memory: MemoryBackend
 
     def device_number(self, member: Member) -> int:

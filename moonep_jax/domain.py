@@ -242,13 +242,13 @@ class Domain:
         with ExitStack() as stack:
             stack.enter_context(exchange)
             stack.callback(self._shared.free)
-            stack.callback(self._native.stop, self.spec.id)
+            stack.callback(self._native.stop, self.spec.id, False)
             if self._last_error is not None or not together:
                 exchange.leave("close")
                 return
             # No rank may lose a peer's memory while it still runs a call, nor free its own while a peer maps it.
             if exchange.all_present("close"):
-                self._native.stop(self.spec.id)
+                self._native.stop(self.spec.id, True)
                 self._shared.unmap_peers()
                 exchange.all_present("unmapped")
 
@@ -329,7 +329,7 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         parts = shape.chunk_bytes()
         shared = share(exchange, topology, process, parts["total"], backend.memory, variables, hosts)
         undo.callback(shared.free)
-        undo.callback(backend.module.stop, domain_id)
+        undo.callback(backend.module.stop, domain_id, False)
         spec = DomainSpec(domain_id, config, topology, variables.debug)
         exchange.guarded("start", lambda: _start(spec, backend, shape, shared, process, exchange.describe))
         exchange.finish()  # raises when the last step failed on another process

@@ -148,9 +148,9 @@ class Native:
         self.live.remove(address)
         self._module.unmap(address, nbytes)
 
-    def stop(self, number: int) -> None:
+    def stop(self, number: int, together: bool) -> None:
         with self._lock:  # the first one stops all ranks; nobody may unmap before that is done
-            self._module.stop(number)
+            self._module.stop(number, together)
 
 
 class Job:

@@ -114,6 +114,38 @@ def test_a_rank_that_does_not_call_is_named(kind: str, quick: World) -> None:
     poisoned(calls[2])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", ["leave", "fail"])
+def test_a_rank_that_leaves_is_not_waited_for(kind: str, way: str, slow: World) -> None:
+    calls = slow.call(kind)
+    slow.enqueue(calls, 0, 1)
+    time.sleep(0.05)  # they wait for it
+    start = time.monotonic()
+    if way == "leave":
+        slow.group.ranks[2].leave()
+    else:
+        slow.group.ranks[2].fail("dispatch: wrong on purpose")
+    texts = slow.group.errors()
+    assert time.monotonic() - start < 2.0  # of a limit of 20 s
+    what = {"leave": "has closed the domain", "fail": "has found an error outside of the calls"}[way]
+    for text in texts[:2]:
+        assert text.startswith(f"{kind}: missing ranks [2]: rank 2 {what}"), texts
+    assert texts[2] == "dispatch: wrong on purpose" or way == "leave"
+    late = slow.call("plan", site=1001)
+    slow.enqueue(late, 2)  # a call of its own ends at once
+    assert slow.group.errors() == texts
+    for call in (calls[0], calls[1], late[2]):
+        poisoned(call)
+
+
+def test_a_rank_with_an_error_leaves_it_as_it_is(quick: World) -> None:
+    quick.enqueue(quick.call("dispatch"), 0, 1)
+    first = quick.group.errors()
+    quick.group.ranks[0].leave()
+    quick.group.ranks[1].fail("dispatch: wrong on purpose")
+    assert quick.group.errors() == first
+
+
 @pytest.mark.parametrize("kind", ["dispatch", "combine"])
 def test_a_rank_that_stops_within_a_call_is_named_by_the_next(kind: str, quick: World) -> None:
     calls = quick.call(kind)

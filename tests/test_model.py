@@ -33,6 +33,8 @@ GPU = [
     ("N=3", "CALLS=3", MOVES, "SKIP=1"),
     *(("N=2", "CALLS=3", program, "IMPATIENT") for program in (PLANS, MOVES, "PROGRAM=2")),
     ("N=3", "CALLS=2", "PROGRAM=2", "IMPATIENT"),
+    *(("N=3", "CALLS=2", program, "LEAVE") for program in (PLANS, MOVES)),
+    ("N=2", "CALLS=3", "PROGRAM=2", "LEAVE"),
 ]
 # What is broken, where it shows, and the part of the model that must notice.
 GPU_MUTANTS = [

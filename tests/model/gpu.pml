@@ -14,7 +14,8 @@
  * CALLS    calls of each, at most 4
  * PROGRAM  bit i: call i+1 moves rows (it has credits); else it is a plan (none, but a buffer of two halves)
  * Scenario, at most one: CRASH (the last rank dies at any step), SKIP=i (the last rank leaves call i out),
- *          IMPATIENT (any wait may end at any time: limits that are too short, ranks that were stopped)
+ *          IMPATIENT (any wait may end at any time: limits that are too short, ranks that were stopped),
+ *          LEAVE (the last rank's host says at any time that it is gone; its calls may be in flight)
  * Mutants: NO_CONSUMED, CREDIT_BEFORE_READ, ERROR_NOT_FIRST, PUBLISH_BEFORE_LAST_STORE, NO_PARITY, ANY_EPOCH, NO_TAG,
  *          NEVER_AHEAD, POLL_ONE, RECORD_AFTER_WORD
  */
@@ -141,8 +142,13 @@ inline Adopt() {
 #define NOBODY_TOLD skip
 #endif
 
-/* What only a rank without an error of its own may do: write to a peer, wait for one. */
+/* What only a rank without an error of its own may do: write to a peer, wait for one. A call in flight goes on until it
+ * looks, when the host has raised the error; its memory stays until it has ended. */
+#ifdef LEAVE
+#define ALLOWED assert(me == LAST || !error[AT(0, me, me)])
+#else
 #define ALLOWED assert(!error[AT(0, me, me)])
+#endif
 
 #if N == 2
 #define OPTION_FOR_EACH(f) :: f(0) :: f(1)
@@ -287,7 +293,7 @@ active [N] proctype Rank() {
 
   /* The end of a rank that lives. */
   atomic {
-#if defined(CRASH)
+#if defined(CRASH) || defined(LEAVE)
     assert(!error[AT(0, me, me)] || me == LAST || record[me] & BIT(LAST));
 #elif defined(SKIP)
     assert(error[AT(0, me, me)] || me == LAST);
@@ -299,3 +305,13 @@ active [N] proctype Rank() {
 dead:
   skip
 }
+
+#ifdef LEAVE
+/* = RaiseKernel, beside the rank's own kernels. */
+active proctype Host() {
+  byte me = LAST;
+  byte to, names;
+  bool live;
+  Raise(BIT(LAST))
+}
+#endif

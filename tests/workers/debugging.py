@@ -23,7 +23,7 @@ def run(c: Context) -> None:
     mesh, ranks = c.mesh(), c.devices
     shape = Shape(ranks, 8, 3, 2 * ranks, 8)
     config = moonep.EPConfig(tokens=8, hidden=8, topk=3, experts=2 * ranks, dtype="float32", timeout_s=20.0,
-                             first_call_timeout_s=120.0)  # fmt: skip
+                             first_call_timeout_s=60.0)  # fmt: skip
     x = c.put(np.random.default_rng(0).standard_normal((ranks * 8, 8), np.float32), mesh, P("ep"))
     ids = c.put(routing("two_hot", shape).reshape(ranks * 8, 3), mesh, P("ep"))
 

@@ -110,7 +110,7 @@ def passing(c: Context) -> None:
 
 
 def _phases(c: Context) -> list[str]:
-    return c.args.get("phases") or [*PHASES, *(INSIDE if c.args["fault"] == "kill" else [])]
+    return c.args.get("phases") or list(PHASES)
 
 
 def _case(c: Context, phase: str, victim: int, turn: int) -> None:

@@ -185,6 +185,7 @@ def gpu_cycles(c: Context) -> None:
 
     c.record("clean", run(c.args["clean"], clean))
     with variables(MOONEP_MEM_HANDLE_TYPE="fd"):  # no other kind to fall back to
+        clean(0)  # asks once whether the device can do this
         faulty.calls.clear()
         clean(0)
         usual = dict(faulty.calls)

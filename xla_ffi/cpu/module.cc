@@ -77,7 +77,7 @@ void Fail(int64_t domain, const std::string& text) {
   for (const auto& rank : moonep::CpuRegistry::Get().RanksOf(domain)) rank->Fail({moonep::Failure::kInternal, text});
 }
 
-void Stop(int64_t domain) {
+void Stop(int64_t domain, bool) {
   nb::gil_scoped_release release;
   const auto ranks = moonep::CpuRegistry::Get().RanksOf(domain);
   moonep::CpuRegistry::Get().Remove(domain);
@@ -174,7 +174,7 @@ NB_MODULE(_ffi_cpu, m) {
   m.def("fail", &Fail);
   m.def("executed", &Executed);
   m.def("counters", &CountersOf);
-  m.def("stop", &Stop);
+  m.def("stop", &Stop, nb::arg("domain"), nb::arg("together"));  // peers see in any case that a rank has stopped
   m.def("ffi_api_version", [] { return std::make_pair(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   m.def("limits", [] { return nb::dict(); });
   m.def("plan_all", &PlanAll);

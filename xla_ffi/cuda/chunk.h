@@ -19,12 +19,13 @@ constexpr int kParts = 4;
 
 // Why a rank gave up; what the host turns into text.
 struct ErrorRecord {
-  enum Code : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBusy = 3 };
+  // kClosed and kReported come from the host: of no call, until a peer meets it in one.
+  enum Code : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBusy = 3, kClosed = 4, kReported = 5 };
   uint32_t code;
-  int32_t kind;
+  int32_t kind;  // -1: of no call
   int32_t ticket;
   int32_t rank;         // that saw it
-  uint64_t missing[2];  // bit r: rank r did not come (kTimeout) or came with another call (kMismatch)
+  uint64_t missing[2];  // bit r: rank r did not come (and will not), or came with another call (kMismatch)
   uint64_t waited_ns;
 };
 

@@ -58,8 +58,11 @@ class GpuRank {
 
   // Text of the first error that this rank knows of, or an empty string. Synchronises nothing.
   std::string error() const;
-  // Puts this rank in error, from any thread (what a check outside of the calls has found). A first error stays.
+  // Puts this rank in error, from any thread (what a check outside of the calls has found), and tells its peers that it
+  // is. A first error stays.
   void Fail(const std::string& text);
+  // Tells the peers that no more calls will come: they and the calls in flight need not wait for their limits.
+  void Leave();
   const DomainShape& shape() const { return view_.shape; }
   int device() const { return options_.device; }
   // Of all calls so far, replays of captured graphs included, read from the device; waits for none of them.
@@ -69,6 +72,7 @@ class GpuRank {
 
  private:
   std::string Allocate();
+  void Raise(ErrorRecord::Code code);
   cudaError_t LoadKernels();
   cudaError_t LaunchPlan(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream);
   cudaError_t LaunchDispatch(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream);
@@ -82,7 +86,7 @@ class GpuRank {
   std::string group_;
   PlanScratch scratch_ = {};
   void* scratch_memory_ = nullptr;
-  cudaStream_t reads_ = nullptr;  // of its own: any other stream may wait for kernels that wait for peers
+  cudaStream_t side_ = nullptr;  // of its own: any other stream may wait for kernels that wait for peers
   std::atomic<uint64_t> enqueued_{0};
   ErrorRecord* record_ = nullptr;  // host address of view_.host_record
   mutable std::mutex mutex_;       // guards the text

@@ -31,6 +31,8 @@ struct PlanPointers {
 
 cudaError_t LaunchBegin(const RankViewGpu& v, Part part, const CallId& id, cudaStream_t stream);
 cudaError_t LaunchWait(const RankViewGpu& v, Part part, cudaStream_t stream);
+// Puts the rank in error with a record of its own that names it, and tells its peers; beside any of its calls.
+cudaError_t LaunchRaise(const RankViewGpu& v, ErrorRecord::Code code, cudaStream_t stream);
 
 // For timing one rank alone: posts its peers' words for the call that follows on the stream.
 cudaError_t LaunchPrepost(const RankViewGpu& v, Part part, const CallId& id, cudaStream_t stream);

@@ -114,18 +114,24 @@ NB_MODULE(_ffi_cuda, m) {
   m.def("fail", [](int64_t domain, const std::string& text) {
     for (const auto& rank : moonep::GpuRegistry::Get().RanksOf(domain)) rank->Fail(text);
   });
-  m.def("stop", [](int64_t domain) {
-    nb::gil_scoped_release release;
-    const auto ranks = moonep::GpuRegistry::Get().RanksOf(domain);
-    moonep::GpuRegistry::Get().Remove(domain);
-    int before = 0;
-    cudaGetDevice(&before);
-    for (const auto& rank : ranks) {  // kernels in flight must be done before their memory goes
-      cudaSetDevice(rank->device());
-      cudaDeviceSynchronize();
-    }
-    cudaSetDevice(before);
-  });
+  m.def(
+      "stop",
+      [](int64_t domain, bool together) {
+        nb::gil_scoped_release release;
+        const auto ranks = moonep::GpuRegistry::Get().RanksOf(domain);
+        moonep::GpuRegistry::Get().Remove(domain);
+        for (const auto& rank : ranks) {
+          if (!together) rank->Leave();
+        }
+        int before = 0;
+        cudaGetDevice(&before);
+        for (const auto& rank : ranks) {  // kernels in flight must be done before their memory goes
+          cudaSetDevice(rank->device());
+          cudaDeviceSynchronize();
+        }
+        cudaSetDevice(before);
+      },
+      nb::arg("domain"), nb::arg("together"));
 
   m.def("executed", [](int64_t domain) {
     uint64_t calls = 0;
@@ -196,6 +202,8 @@ NB_MODULE(_ffi_cuda, m) {
                                                 reinterpret_cast<cudaStream_t>(stream));
              if (e != cudaSuccess) throw std::runtime_error(cudaGetErrorString(e));
            })
+      .def("leave", [](GpuRank& self) { self.Leave(); })
+      .def("fail", [](GpuRank& self, const std::string& text) { self.Fail(text); })
       .def("error", [](const GpuRank& self) { return self.error(); });
   m.def("copy", [](uintptr_t to, uintptr_t from, int64_t bytes, int blocks, uintptr_t stream) {
     const cudaError_t e = moonep::LaunchCopy(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), bytes,

@@ -16,6 +16,13 @@ __global__ void __launch_bounds__(kMaxRanks) WaitKernel(const __grid_constant__ 
   if (threadIdx.x == 0) CountWait(v, v.own().part[static_cast<int>(which)].kind, waited_ns);
 }
 
+__global__ void RaiseKernel(const __grid_constant__ RankViewGpu v, ErrorRecord::Code code) {
+  StreamTurn();
+  ErrorRecord record = {code, -1, 0, v.rank, {0, 0}, 0};
+  record.missing[v.rank / 64] = 1ull << (v.rank % 64);
+  RaiseError(v, record);
+}
+
 __global__ void PrepostKernel(const __grid_constant__ RankViewGpu v, Part which, CallId id) {
   ControlBlockGpu& own = v.own();
   const int r = static_cast<int>(threadIdx.x);
@@ -35,6 +42,10 @@ cudaError_t LaunchPrepost(const RankViewGpu& v, Part part, const CallId& id, cud
 
 cudaError_t LaunchBegin(const RankViewGpu& v, Part part, const CallId& id, cudaStream_t stream) {
   return LaunchKernel(BeginKernel, {1, kMaxRanks}, stream, v, part, id);
+}
+
+cudaError_t LaunchRaise(const RankViewGpu& v, ErrorRecord::Code code, cudaStream_t stream) {
+  return LaunchKernel(RaiseKernel, {1, 1}, stream, v, code);
 }
 
 cudaError_t LaunchWait(const RankViewGpu& v, Part part, cudaStream_t stream) {

@@ -68,12 +68,6 @@ __device__ inline void RaiseError(const RankViewGpu& v, const ErrorRecord& recor
   *reinterpret_cast<volatile uint32_t*>(&v.host_record->code) = own.record.code;
 }
 
-// A peer has an error: take over its record, so that every rank reports the origin. Called by one thread.
-__device__ inline void AdoptError(const RankViewGpu& v, int32_t peer) {
-  LoadAcquireSys(&v.own().error[peer].value);  // the peer wrote its record before this word
-  RaiseError(v, v.control(peer).record);
-}
-
 // What its kernels must know of a call.
 struct CallState {
   uint32_t epoch;
@@ -87,6 +81,18 @@ struct CallState {
 };
 __device__ inline CallState StateOf(const ControlBlockGpu::PartState& part) {
   return {part.epoch, part.tag, part.site, part.live, part.kind, part.ticket, 0, 0};
+}
+
+// A peer has an error: take over its record, so that every rank reports the origin. Called by one thread.
+__device__ inline void AdoptError(const RankViewGpu& v, int32_t peer, const CallState& call) {
+  LoadAcquireSys(&v.own().error[peer].value);  // the peer wrote its record before this word
+  ErrorRecord record = v.control(peer).record;
+  if (record.kind < 0) {  // it was in no call: the first to miss it says in which one
+    record.kind = call.kind;
+    record.ticket = call.ticket;
+    record.rank = v.rank;
+  }
+  RaiseError(v, record);
 }
 
 // Turns of a poll that acquire, each at the price of the L1 cache, so that a word which is about to come needs no
@@ -158,7 +164,7 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
   const bool complete = missing[0] == 0 && missing[1] == 0 && failed < 0;
   if (r == 0 && !complete) {
     if (failed >= 0) {
-      AdoptError(v, failed);
+      AdoptError(v, failed, call);
     } else {
       RaiseError(v, {other >= 0 ? ErrorRecord::kMismatch : ErrorRecord::kTimeout,
                      call.kind,
@@ -226,7 +232,7 @@ __device__ inline CallState DecideCall(const RankViewGpu& v, const CallId& id, i
   call.waited_ns = 0;
   if (threadIdx.x == 0) {
     if (failed >= 0) {
-      AdoptError(v, failed);
+      AdoptError(v, failed, call);
     } else if (from.busy != 0) {
       RaiseError(v, {ErrorRecord::kBusy, call.kind, call.ticket, v.rank, {0, 0}, 0});
     }
