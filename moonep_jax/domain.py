@@ -21,10 +21,11 @@ from moonep_jax import _compat, backends, debug, env, layer, ops
 from moonep_jax.backends import Backend
 from moonep_jax.config import EPConfig
 from moonep_jax.errors import ConfigError, DomainError, message
-from moonep_jax.exchange import Exchange, KeyValueStore, namespace, open_store
+from moonep_jax.exchange import Exchange, namespace
 from moonep_jax.memory.hosts import HostInfo, gather_hosts
 from moonep_jax.memory.share import SharedMemory, share
 from moonep_jax.spec import Dispatched, DomainSpec, Plan
+from moonep_jax.stores import KeyValueStore, open_store
 from moonep_jax.topology import Topology
 from moonep_jax.version import __version__
 from moonep_jax.watch import Watcher

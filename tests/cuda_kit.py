@@ -11,11 +11,12 @@ from fake_driver import FakeDriver, Machines
 from memory_kit import run_processes
 
 from moonep_jax.env import Env
-from moonep_jax.exchange import Exchange, InProcessStore
+from moonep_jax.exchange import Exchange
 from moonep_jax.memory.backend import Fetch
 from moonep_jax.memory.cuda import CudaMemory
 from moonep_jax.memory.hosts import HostInfo, gather_hosts
 from moonep_jax.memory.share import SharedMemory, share
+from moonep_jax.stores import InProcessStore
 from moonep_jax.topology import Topology
 
 NBYTES = 5000  # no multiple of anything

@@ -19,10 +19,11 @@ import numpy as np
 import pytest
 
 from moonep_jax.errors import SetupError
-from moonep_jax.exchange import Exchange, InProcessStore
+from moonep_jax.exchange import Exchange
 from moonep_jax.handles import HandleRecord, namespace_digest
 from moonep_jax.memory import host
 from moonep_jax.memory.host import FreeBytes
+from moonep_jax.stores import InProcessStore
 from moonep_jax.topology import Topology
 
 NAMESPACE = "moonep/test/0"

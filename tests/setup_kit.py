@@ -23,8 +23,8 @@ from memory_kit import in_threads, listening, open_fds
 
 import moonep_jax as moonep
 from moonep_jax import backends, domain, env, exchange, native, records
-from moonep_jax.exchange import InProcessStore
 from moonep_jax.memory import fds
+from moonep_jax.stores import InProcessStore
 
 # The steps of a setup on CPUs, in order: test_hostile checks that it is so.
 STEPS = (

@@ -15,7 +15,8 @@ from memory_kit import in_threads, outputs_of
 
 from moonep_jax import _compat, exchange
 from moonep_jax.errors import ConfigError, MoonEPError, SetupError
-from moonep_jax.exchange import DistributedStore, Exchange, InProcessStore, KeyValueStore, namespace, open_store
+from moonep_jax.exchange import Exchange, namespace
+from moonep_jax.stores import DistributedStore, InProcessStore, KeyValueStore, open_store
 
 
 def run_all(
@@ -302,7 +303,7 @@ class StoppedClient:
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     client = StoppedClient()
-    monkeypatch.setattr(exchange._compat, "distributed_client", lambda: client)
+    monkeypatch.setattr(_compat, "distributed_client", lambda: client)
     store = open_store((0, 1), 0.2)
     began = time.monotonic()
     for call in (
@@ -327,7 +328,7 @@ def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_leaving_works_without_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     client = StoppedClient()
-    monkeypatch.setattr(exchange._compat, "distributed_client", lambda: client)
+    monkeypatch.setattr(_compat, "distributed_client", lambda: client)
     with Exchange(open_store((0, 1), 0.2), "moonep/left", 1, (0, 1), 0.2) as ex:
         ex.leave("close")
     client.go_on.set()
@@ -362,7 +363,8 @@ WORKER = """
 import sys, jax
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 from moonep_jax.errors import SetupError
-from moonep_jax.exchange import Exchange, namespace, open_store
+from moonep_jax.exchange import Exchange, namespace
+from moonep_jax.stores import open_store
 me = int(sys.argv[2])
 store = open_store((0, 1))
 if me == 0:

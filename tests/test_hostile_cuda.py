@@ -12,7 +12,7 @@ from setup_kit import Change, payload_of, put, with_payload
 from test_handles import DIGEST as DIGEST_AT
 from test_handles import FABRIC_AT, FD_AT, KIND, MAGIC, NAME, RANK, u32
 
-from moonep_jax.exchange import InProcessStore
+from moonep_jax.stores import InProcessStore
 
 __all__ = ["nothing_left_open"]  # a fixture for all tests here
 

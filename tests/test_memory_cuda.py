@@ -22,10 +22,11 @@ from memory_kit import (
 from moonep_jax import exchange
 from moonep_jax.env import Env
 from moonep_jax.errors import SetupError
-from moonep_jax.exchange import Exchange, InProcessStore
+from moonep_jax.exchange import Exchange
 from moonep_jax.handles import HandleRecord
 from moonep_jax.memory import cuda, fds
 from moonep_jax.memory.share import SharedMemory, share
+from moonep_jax.stores import InProcessStore
 
 SPLIT: Callable[[int], str] = "{}".format  # every process on a host of its own
 

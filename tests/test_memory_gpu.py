@@ -13,12 +13,13 @@ import pytest
 from memory_kit import DIGEST, outputs_of, run_processes, same_text, topology
 
 from moonep_jax.env import Env
-from moonep_jax.exchange import Exchange, InProcessStore
+from moonep_jax.exchange import Exchange
 from moonep_jax.handles import HandleRecord
 from moonep_jax.memory import cuda, fds
 from moonep_jax.memory.driver import Driver, DriverError, load
 from moonep_jax.memory.hosts import gather_hosts
 from moonep_jax.memory.share import SharedMemory, share
+from moonep_jax.stores import InProcessStore
 
 pytestmark = pytest.mark.cuda
 
@@ -105,7 +106,8 @@ sys.path.insert(0, folder)
 from memory_kit import open_fds, topology
 from moonep_jax.env import Env
 from moonep_jax.errors import SetupError
-from moonep_jax.exchange import Exchange, namespace, open_store
+from moonep_jax.exchange import Exchange, namespace
+from moonep_jax.stores import open_store
 from moonep_jax.memory import cuda, driver, fds
 from moonep_jax.memory.hosts import gather_hosts
 from moonep_jax.memory.share import share
@@ -231,7 +233,8 @@ import jax, jax.numpy as jnp
 sys.path.insert(0, sys.argv[1])
 from memory_kit import topology
 from moonep_jax.env import Env
-from moonep_jax.exchange import Exchange, InProcessStore
+from moonep_jax.exchange import Exchange
+from moonep_jax.stores import InProcessStore
 from moonep_jax.memory import cuda, driver
 from moonep_jax.memory.hosts import gather_hosts
 from moonep_jax.memory.share import share

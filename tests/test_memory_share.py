@@ -29,12 +29,13 @@ from memory_kit import (
 
 from moonep_jax.env import Env
 from moonep_jax.errors import SetupError
-from moonep_jax.exchange import Exchange, InProcessStore
+from moonep_jax.exchange import Exchange
 from moonep_jax.handles import HandleRecord
 from moonep_jax.memory import backend, fds, host
 from moonep_jax.memory.host import FreeBytes, HostMemory
 from moonep_jax.memory.hosts import HostInfo, gather_hosts
 from moonep_jax.memory.share import SharedMemory, share
+from moonep_jax.stores import InProcessStore
 from moonep_jax.topology import Topology
 
 
@@ -250,7 +251,8 @@ jax.distributed.initialize(address, count, me)
 sys.path.insert(0, sys.argv[4])
 from memory_kit import PAGE, PyMapper, open_fds, topology
 from moonep_jax import env
-from moonep_jax.exchange import Exchange, namespace, open_store
+from moonep_jax.exchange import Exchange, namespace
+from moonep_jax.stores import open_store
 from moonep_jax.memory.host import HostMemory
 from moonep_jax.memory.hosts import gather_hosts
 from moonep_jax.memory.share import share

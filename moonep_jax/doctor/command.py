@@ -18,11 +18,12 @@ from moonep_jax import backends, env, native
 from moonep_jax.doctor import gpu, host, kind, screen, selftest, software, trial
 from moonep_jax.doctor.rows import Report, Row
 from moonep_jax.errors import ConfigError, MoonEPError, SetupError
-from moonep_jax.exchange import Exchange, namespace, open_store
+from moonep_jax.exchange import Exchange, namespace
 from moonep_jax.memory import driver
 from moonep_jax.memory.cuda import CudaMemory
 from moonep_jax.memory.host import HostMemory
 from moonep_jax.memory.hosts import HostInfo
+from moonep_jax.stores import open_store
 
 ABOUT = "look at this node, or at all nodes of a job, and say what works, what does not, and what to do"
 _CPU_DEVICES = 4  # of a process that has no others, so that the self-test has ranks to move rows between
