@@ -199,7 +199,7 @@ def gpu_cycles(c: Context) -> None:
             faulty.calls.clear()
             error = raised(lambda: clean(i))
             faulty.fault = None
-            texts.append("" if error is None else f"{error['type']}: {error['text']}")
+            texts.append(f"nothing after {call}" if error is None else f"{error['type']}: {error['text']}")
 
         c.record("failing", run(c.args["failing"], failing))
         c.record("texts", texts)
