@@ -6,9 +6,9 @@ more processes or on the GPUs that there are. A sweep varies one size from the b
 What is timed: wall time until the slowest process has the op's results, from a barrier of all processes; every op is a
 compiled program of its own on operands that are there already. "call": one jitted call. "in a program": one of --loop
 calls of one program, each of which needs a number of the one before; p50, p90 and p99 are those of the runs' means. A
-backward op is the pullback of jax.vjp, given its residuals. combine scales the rows by weights, as a layer does;
-combine_grad is without the weights' gradient, "combine_grad, weights" with it (that part is XLA's). "exact" is
-EPConfig.combine. prefetch and reduce_grad work in place on one leaf [2*epn, H, F].
+backward op is the pullback of jax.vjp with the residuals as operands. combine scales the rows by weights, as a layer
+does; combine_grad is without the weights' gradient, which is XLA's work. "exact" is EPConfig.combine. prefetch and
+reduce_grad work in place on one leaf [2*epn, H, F].
 
 Link: bytes that the busiest rank sends to or receives from other ranks, without headers; wire share: those over the
 time in a program, as a share of --link_gbps. Beside each op: as many bytes read and written once by every rank's own
@@ -27,6 +27,7 @@ from typing import Any
 from benchmarks import kit, rank_programs  # isort: skip (they set what must be set before jax starts)
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from cases import ROUTINGS, Shape, routing
@@ -39,9 +40,9 @@ SWEEPS = ("tokens", "ranks", "topk", "padding", "sms", "decode")
 DECODE = (1, 8, 32, 128)  # tokens, and capacity
 DRAWN = 1024  # tokens of a rank that are drawn; larger routings repeat them
 # Defaults on CPU and on GPU.
-SIZES = {"tokens": (1024, 4096), "hidden": (512, 7168), "experts": (64, 256), "width": (64, 2048)}
+SIZES = {"tokens": (256, 4096), "hidden": (512, 7168), "experts": (64, 256), "width": (64, 2048)}
 
-flags.DEFINE_integer("tokens", None, "S, capacity and most tokens per rank; default: 1024, on GPU 4096", lower_bound=1)
+flags.DEFINE_integer("tokens", None, "S, capacity and most tokens per rank; default: 256, on GPU 4096", lower_bound=1)
 flags.DEFINE_integer("hidden", None, "H; default: 512, on GPU 7168", lower_bound=1)
 flags.DEFINE_integer("experts", None, "E; default: 64, on GPU 256", lower_bound=1)
 flags.DEFINE_integer("width", None, "F of the weights' leaf [H, F]; default: 64, on GPU 2048", lower_bound=1)
@@ -120,51 +121,55 @@ def ids_of(shape: Shape) -> np.ndarray[Any, Any]:
 
 
 class Operands:
-    """What the ops of a point work on, shared by its domains; programs overwrite parts of it."""
+    """What the ops of a point work on, for all its domains."""
 
     def __init__(self, mesh: jax.sharding.Mesh, p: Point) -> None:
         full = functools.partial(rank_programs.full, mesh)
         s, k, h, n, epn = p.shape.s, p.shape.K, p.shape.H, p.recv_rows, p.shape.epn
-        self.ids = Box(rank_programs.put(mesh, ids_of(p.shape).reshape(-1, k)))
-        self.tokens, self.rows = Box(full((s, h), "bfloat16")), Box(full((n, h), "bfloat16"))
-        self.leaf = Box(full((2 * epn, h, p.width), "bfloat16"))
-        # A token's weights sum to one, so that rows that are carried from call to call stay small.
+        self.ids = rank_programs.put(mesh, ids_of(p.shape).reshape(-1, k))
+        self.tokens, self.rows = full((s, h), "bfloat16"), full((n, h), "bfloat16")
         self.topk_weights, self.row_weights = full((s, k), "float32", 1 / k), full((n,), "float32", 1 / k)
+        self.leaf = Box(full((2 * epn, h, p.width), "bfloat16"))
 
 
 def programs(mesh: jax.sharding.Mesh, ep: moonep.Domain, plan: moonep.Plan, o: Operands) -> dict[str, Op]:
     """All ops of a domain."""
-    make, run = functools.partial(Op, mesh, loop=FLAGS.loop), functools.partial(rank_programs.on_ranks, mesh)
-    in_place = {"follow": rank_programs.replaced, "in_place": True}
+    make, ticket = functools.partial(Op, mesh, loop=FLAGS.loop), Box(jnp.copy(plan.ticket))
 
-    def dispatch(x: Any, p: moonep.Plan, ids: Any, w: Any) -> Any:
+    def on_plan(body: Callable[..., Any], *operands: Any) -> Op:
+        return make(lambda t, p, *given: body(dataclasses.replace(p, ticket=t), *given), ticket, [plan, *operands])
+
+    def in_place(body: Callable[..., Any]) -> Op:
+        return make(body, o.leaf, [plan], follow=rank_programs.replaced, in_place=True)
+
+    def dispatch(p: moonep.Plan, x: Any, ids: Any, w: Any) -> Any:
         d = ep.dispatch(x, ids, w, p)
         return d.hidden, d.weights
 
-    def combine(out: Any, p: moonep.Plan, w: Any = None) -> Any:
-        return ep.combine(p, out, w)
+    # Of the pullbacks' forward calls nothing is used, so XLA leaves them out.
+    def dispatch_grad(p: moonep.Plan, x: Any, ids: Any, w: Any, *ct: Any) -> Any:
+        return jax.vjp(lambda x, w: dispatch(p, x, ids, w), x, w)[1](ct)
+
+    def combine_grad(p: moonep.Plan, out: Any, ct: Any) -> Any:
+        return jax.vjp(lambda out: ep.combine(p, out), out)[1](ct)
 
     def prefetch(leaf: Any, p: moonep.Plan) -> Any:
         return ep.prefetch(p, {"w": leaf})["w"]
 
-    def next_ids(ids: Any, p: moonep.Plan) -> Any:
-        return ids.at[0, 0].set(jax.numpy.where(p.ticket[0] < 0, -1, ids[0, 0]))  # the same ids: no ticket is below 0
+    def reduce_grad(ct: Any, p: moonep.Plan) -> Any:
+        return jax.vjp(lambda leaf: prefetch(leaf, p), jnp.zeros_like(ct))[1](ct)[0]
 
-    # A pullback is a pytree of its residuals.
-    from_rows = run(lambda p, x, ids, w: jax.vjp(lambda x, w: dispatch(x, p, ids, w), x, w)[1])
-    from_sums = run(lambda p, out: jax.vjp(lambda out: combine(out, p), out)[1])
-    from_weighted = run(lambda p, out, w: jax.vjp(lambda out, w: combine(out, p, w), out, w)[1])
-    from_slots = run(lambda p, leaf: jax.vjp(lambda leaf: prefetch(leaf, p), leaf)[1])
-    ids, x, out, w, row_w = o.ids.value, o.tokens.value, o.rows.value, o.topk_weights, o.row_weights
+    def next_ids(ids: Any, p: moonep.Plan) -> Any:
+        return ids.at[0, 0].set(jnp.where(p.ticket[0] < 0, -1, ids[0, 0]))  # the same ids: no ticket is below 0
+
     return {
-        "plan": make(lambda ids: ep.plan(ids), o.ids, follow=next_ids),
-        "dispatch": make(dispatch, o.tokens, [plan, jax.numpy.copy(ids), w]),
-        "combine": make(combine, o.rows, [plan, row_w]),
-        "prefetch": make(prefetch, o.leaf, [plan], **in_place),
-        "dispatch_grad": make(lambda ct, back, w: back((ct, w)), o.rows, [from_rows(plan, x, ids, w), row_w]),
-        "combine_grad": make(lambda ct, back: back(ct), o.tokens, [from_sums(plan, out)]),
-        "combine_grad, weights": make(lambda ct, back: back(ct), o.tokens, [from_weighted(plan, jax.numpy.copy(out), row_w)]),
-        "reduce_grad": make(lambda ct, back: back(ct)[0], o.leaf, [from_slots(plan, o.leaf.value)], **in_place),
+        "plan": make(lambda ids: ep.plan(ids), Box(jnp.copy(o.ids)), follow=next_ids),
+        "dispatch": on_plan(dispatch, o.tokens, o.ids, o.topk_weights),
+        "combine": on_plan(ep.combine, o.rows, o.row_weights),
+        "prefetch": in_place(prefetch),
+        "dispatch_grad": on_plan(dispatch_grad, o.tokens, o.ids, o.topk_weights, o.rows, o.row_weights),
+        "combine_grad": on_plan(combine_grad, o.rows, o.tokens),
+        "reduce_grad": in_place(reduce_grad),
     }
 
 
@@ -188,7 +193,7 @@ def traffic(p: Point, plan: moonep.Plan) -> dict[str, int]:
     return {
         "plan": 4 * s * k * (R - 1), "dispatch": rows + weights, "combine": rows, "combine exact": every,
         "prefetch": experts, "dispatch_grad": rows + weights, "dispatch_grad exact": every + weights,
-        "combine_grad": rows, "combine_grad, weights": rows, "reduce_grad": experts,
+        "combine_grad": rows, "reduce_grad": experts,
     }  # fmt: skip
 
 
@@ -199,7 +204,7 @@ def measure(p: Point, link_gbps: float) -> list[kit.Row]:
     with contextlib.ExitStack() as stack:
         for mode in ("dedup", "exact"):
             ep = stack.enter_context(moonep.setup(mesh, "ep", p.config(mode)))
-            plan = rank_programs.on_ranks(mesh, ep.plan)(operands.ids.value)
+            plan = rank_programs.on_ranks(mesh, ep.plan)(operands.ids)
             made = programs(mesh, ep, plan, operands)
             modal = ("combine", "dispatch_grad")  # those that the mode changes
             ops |= made if mode == "dedup" else {f"{name} exact": made[name] for name in modal}
@@ -208,17 +213,18 @@ def measure(p: Point, link_gbps: float) -> list[kit.Row]:
         for name, op in ops.items():
             calls |= rank_programs.both(name, op)
         for nbytes in sorted({link[name] for name in ops}):
-            calls |= rank_programs.both(f"{nbytes}", rank_programs.copy(mesh, nbytes, FLAGS.loop))
-        us = rank_programs.summaries(kit.side_by_side(calls), FLAGS.loop)
+            calls[f"{nbytes}/program"] = rank_programs.copy(mesh, nbytes, FLAGS.loop).program
+        us = rank_programs.side_by_side(calls, FLAGS.loop)
         ep.check()
+    given = {"R": p.shape.R, "S": p.shape.S, "s": p.shape.s, "K": p.shape.K, "A": p.padding, "SMs": p.sms or None}
+    given |= {"E": p.shape.E, "H": p.shape.H, "F": p.width, "routing": FLAGS.routing}
     rows: list[kit.Row] = []
     for name in ops:
-        program, copy = us[f"{name}/program"], us[f"{link[name]}/program"]
-        shape = {"R": p.shape.R, "S": p.shape.S, "s": p.shape.s, "K": p.shape.K, "E": p.shape.E, "H": p.shape.H}
-        rows.append({"op": name, **shape, "F": p.width, "A": p.padding, "SMs": p.sms or None, "link_bytes": link[name],
-                     "call_us": us[f"{name}/call"], "program_us": program, "copy_call_us": us[f"{link[name]}/call"],
-                     "copy_us": copy, "copies": program["p50"] / copy["p50"] if link[name] else None,
-                     "wire_share": link[name] / program["p50"] / 1e3 / link_gbps if link[name] else None})  # fmt: skip
+        program, copy, nbytes = us[f"{name}/program"], us[f"{link[name]}/program"], link[name]
+        share = nbytes / program["p50"] / 1e3 / link_gbps if nbytes else None
+        times = {"call_us": us[f"{name}/call"], "program_us": program, "copy_us": copy}
+        copies = program["p50"] / copy["p50"] if nbytes else None
+        rows.append({"op": name, **given, **times, "link_kB": nbytes / 1e3, "wire_share": share, "copies": copies})
     return rows
 
 
@@ -245,7 +251,7 @@ def _times(heading: str, key: str) -> dict[str, str]:
 
 
 COLUMNS = {
-    **{name: f"{{{name}}}" for name in ("op", "R", "S", "s", "K", "E", "H", "F", "A", "SMs")},
+    **{name: f"{{{name}}}" for name in ("op", "R", "S", "s", "K", "A", "SMs")},
     **_times("call", "call_us"),
     **_times("in a program", "program_us"),
     "link kB": "{link_kB:.1f}", "wire share": "{wire_share:.3f}", "copy us p50": "{copy_us[p50]:.1f}",
@@ -262,8 +268,8 @@ def show(record: dict[str, Any]) -> str:
     )
     lines = [kit.about(record), "", f"Link of a rank, GB/s: {link}"]
     for sweep, rows in tables.items():
-        given = [row | {"link_kB": row["link_bytes"] / 1e3} for row in rows]
-        lines += ["", f"### By {sweep}", "", kit.markdown(given, COLUMNS)]
+        fixed = ", ".join(f"{name} {rows[0][name]}" for name in ("E", "H", "F", "routing"))
+        lines += ["", f"### By {sweep} ({fixed})", "", kit.markdown(rows, COLUMNS)]
     return "\n".join(lines)
 
 

@@ -9,7 +9,7 @@ What is timed: wall time until the slowest rank has every slot filled, from a ba
 --loop calls of one program, which takes JAX's dispatch out; the caches are as the call before left them. Data counts
 slots * H * Hp * 2 bytes read and written, BW = Data / worst us, CommBW = BW / 2: the bytes that leave rank 0. Beside
 each: as many bytes read and written once by a plain XLA pass in the same run, taking turns: on GPU by every rank in its
-own memory, on CPU by all ranks together.
+own memory, on CPU by all ranks together. B are the table's slot columns; here a rank has as many as it has experts.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(mesh: jax.sharding.Mesh, config: Config, scale: int, sms: int | None
         share = ranks if jax.default_backend() == "cpu" else 1  # ranks on CPUs share one memory
         copy = rank_programs.copy(mesh, slots * one // share, loop)
         calls = rank_programs.both("prefetch", op) | rank_programs.both("copy", copy)
-        us = rank_programs.summaries(kit.side_by_side(calls), loop)
+        us = rank_programs.side_by_side(calls, loop)
         ep.check()
     worst, plain, data = us["prefetch/program"], us["copy/program"], 2 * slots * one
     bw = data / worst["p50"] / 1e3

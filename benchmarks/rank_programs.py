@@ -10,13 +10,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import kit  # sets what must be set before jax starts
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from benchmarks import kit  # sets what must be set before jax starts
 
 EP = P("ep")
 
@@ -43,8 +43,12 @@ def put(mesh: jax.sharding.Mesh, array: Any) -> jax.Array:
 
 def full(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: Any, value: float = 1) -> jax.Array:
     """A global array of one value, [ranks * shape[0], ...] for a rank's shape; made on the devices."""
-    whole = (mesh.size * shape[0], *shape[1:])
-    return jax.jit(lambda: jnp.full(whole, value, dtype), out_shardings=NamedSharding(mesh, EP))()
+    return _filler(NamedSharding(mesh, EP), (mesh.size * shape[0], *shape[1:]), dtype, value)()
+
+
+@functools.cache  # a program for each shape, not for each array
+def _filler(sharding: NamedSharding, shape: tuple[int, ...], dtype: Any, value: float) -> Any:
+    return jax.jit(lambda: jnp.full(shape, value, dtype), out_shardings=sharding)
 
 
 def fetch(array: jax.Array) -> np.ndarray[Any, Any]:
@@ -57,16 +61,19 @@ def fetch(array: jax.Array) -> np.ndarray[Any, Any]:
 
 
 class Box:
-    """Holds an array that programs take, overwrite and give back; programs of equal operands may share one."""
+    """Holds an array that programs take, overwrite and give back; several may share one."""
 
     def __init__(self, value: jax.Array) -> None:
         self.value = value
 
 
-def chained(carry: jax.Array, results: Any) -> jax.Array:
-    """The operand of the next call: this one's, with one element of the first result."""
+def chained(ticket: jax.Array, results: Any) -> jax.Array:
+    """The ticket of the next call: the same one, but XLA cannot know before this call's results are there.
+
+    The ticket, because it is the one small operand of every op: to change a number of a large one may copy all of it.
+    """
     first = jax.tree.leaves(results)[0]
-    return carry.at[(0,) * carry.ndim].set(first[(0,) * first.ndim].astype(carry.dtype))
+    return jnp.where(jnp.isnan(first[(0,) * first.ndim]), -1, ticket)
 
 
 def replaced(carry: jax.Array, results: jax.Array) -> jax.Array:
@@ -133,22 +140,21 @@ def _pass_over(data: jax.Array) -> jax.Array:
     return jax.lax.optimization_barrier(data + 1)
 
 
-def summaries(times: dict[str, list[float]], loop: int) -> dict[str, dict[str, float]]:
-    """kit.summary of each; those whose name ends in "/program" per call."""
-    return {
-        name: kit.summary([t / loop for t in each] if name.endswith("/program") else each)
-        for name, each in times.items()
-    }
-
-
 def both(name: str, op: Op) -> dict[str, Callable[[], Any]]:
     """An op's two calls for kit.side_by_side: "name/call" and "name/program"."""
     return {f"{name}/call": op.call, f"{name}/program": op.program}
+
+
+def side_by_side(calls: dict[str, Callable[[], Any]], loop: int) -> dict[str, dict[str, float]]:
+    """kit.summary of each; of those whose name ends in "/program" per call."""
+    return {
+        name: kit.summary([t / loop for t in times] if name.endswith("/program") else times)
+        for name, times in kit.side_by_side(calls).items()
+    }
 
 
 @functools.cache
 def copy_gbps(mesh: jax.sharding.Mesh, loop: int = 4) -> float:
     """GB/s of each rank when all of them copy large arrays at once: bytes copied, not read plus written."""
     nbytes = 16 << 20
-    times = kit.side_by_side(both("copy", copy(mesh, nbytes, loop)), repeats=5)
-    return nbytes / summaries(times, loop)["copy/program"]["p50"] / 1e3
+    return nbytes / side_by_side({"copy/program": copy(mesh, nbytes, loop).program}, loop)["copy/program"]["p50"] / 1e3
