@@ -191,7 +191,7 @@ def traffic(p: Point, plan: moonep.Plan) -> dict[str, int]:
     rows, weights = 2 * h * busiest(to.any(axis=2).sum(axis=1)), 4 * busiest(to.sum(axis=(1, 2)))
     every, experts = 2 * h * busiest(to.sum(axis=(1, 2))), 2 * h * p.width * busiest(homes.sum(axis=1))
     return {
-        "plan": 4 * s * k * (R - 1), "dispatch": rows + weights, "combine": rows, "combine exact": every,
+        "plan": 4 * s * k * (R - 1), "dispatch": rows + weights, "combine": rows, "combine exact": every + weights,
         "prefetch": experts, "dispatch_grad": rows + weights, "dispatch_grad exact": every + weights,
         "combine_grad": rows, "reduce_grad": experts,
     }  # fmt: skip
