@@ -129,7 +129,7 @@ class Operands:
         self.ids = rank_programs.put(mesh, ids_of(p.shape).reshape(-1, k))
         self.tokens, self.rows = full((s, h), "bfloat16"), full((n, h), "bfloat16")
         self.topk_weights, self.row_weights = full((s, k), "float32", 1 / k), full((n,), "float32", 1 / k)
-        self.leaf = Box(full((2 * epn, h, p.width), "bfloat16"))
+        self.leaf = Box(full((2 * epn, h, p.width), "bfloat16", 0))  # reduce_grad adds to it in every call
 
 
 def programs(mesh: jax.sharding.Mesh, ep: moonep.Domain, plan: moonep.Plan, o: Operands) -> dict[str, Op]:

@@ -83,8 +83,7 @@ def run() -> kit.Tables:
     tables: kit.Tables = {"prefetch": [], "left_out": []}
     for config in (c for c in PREFETCH if c.name in FLAGS.configs):
         if max(config.fetched) >= mesh.size:
-            need = f"an expert of it is fetched by {max(config.fetched)} other ranks, and there are {mesh.size - 1}"
-            tables["left_out"].append({"config": config.name, "why": need})
+            tables["left_out"].append({"config": config.name, "needs_ranks": 1 + max(config.fetched)})
             continue
         for sms in [None] if cpu else [int(n) for n in FLAGS.num_sms]:
             tables["prefetch"].append(measure(mesh, config, scale, sms))
@@ -121,7 +120,8 @@ def show(record: dict[str, Any]) -> str:
         sms = max(int(k.rsplit("_", 1)[1]) for k in rows[0] if k.startswith("send_us_"))
         return loopback_report.table({"device": record["machine"]["devices"], "sms": sms, "prefetch": rows})
     lines = [kit.about(record), "", kit.markdown(tables["prefetch"], COLUMNS)]
-    lines += [f"\n{row['config']} is left out: {row['why']}." for row in tables["left_out"]]
+    if rows := tables["left_out"]:
+        lines += ["", "Left out: " + ", ".join(f"{r['config']} (needs {r['needs_ranks']} ranks)" for r in rows) + "."]
     return "\n".join(lines)
 
 
@@ -142,9 +142,9 @@ def plot(record: dict[str, Any], path: Path) -> None:
     for sms in sorted({r["SMs"] for r in rows}, key=str):
         some = [r for r in rows if r["SMs"] == sms]
         size, suffix = [r["data_MB"] for r in some], "" if sms is None else f", {sms} SMs"
-        axes.plot(size, [r["BW_GBps"] for r in some], "o-", label=f"prefetch in a program{suffix}")
-        axes.plot(size, [r["data_MB"] / r["call_us"] * 1e3 for r in some], "o:", label=f"prefetch, one call{suffix}")
-        axes.plot(size, [r["data_MB"] / r["copy_us"] * 1e3 for r in some], "k--", label=f"plain copy{suffix}")
+        axes.plot(size, [r["BW_GBps"] for r in some], "o", label=f"prefetch in a program{suffix}")
+        axes.plot(size, [r["data_MB"] / r["call_us"] * 1e3 for r in some], "^", label=f"prefetch, one call{suffix}")
+        axes.plot(size, [r["data_MB"] / r["copy_us"] * 1e3 for r in some], "kx", label=f"plain copy{suffix}")
     title = f"prefetch, {rows[0]['R']} ranks: {record['machine']['devices']}"
     axes.set(xscale="log", xlabel="MB read and written", ylabel="GB/s read and written", title=title)
     axes.set_ylim(bottom=0)
