@@ -10,9 +10,9 @@ backward op is the pullback of jax.vjp with the residuals as operands. combine s
 does; combine_grad is without the weights' gradient, which is XLA's work. "exact" is EPConfig.combine. prefetch and
 reduce_grad work in place on one leaf [2*epn, H, F].
 
-Link: bytes that the busiest rank sends to or receives from other ranks, without headers; wire share: those over the
-time in a program, as a share of --link_gbps. Beside each op: as many bytes read and written once by every rank's own
-plain XLA pass, all at once, in the same run, taking turns.
+Link: bytes that the busiest rank sends to or receives from other ranks (of plan the ids, which GPUs send in 16 bits),
+without headers; wire share: those over the time in a program, as a share of --link_gbps. Beside each op: as many bytes
+read and written once by every rank's own plain XLA pass, all at once, in the same run, taking turns.
 """
 
 from __future__ import annotations
@@ -190,9 +190,10 @@ def traffic(p: Point, plan: moonep.Plan) -> dict[str, int]:
 
     rows, weights = 2 * h * busiest(to.any(axis=2).sum(axis=1)), 4 * busiest(to.sum(axis=(1, 2)))
     every, experts = 2 * h * busiest(to.sum(axis=(1, 2))), 2 * h * p.width * busiest(homes.sum(axis=1))
+    ids = (2 if jax.default_backend() == "gpu" else 4) * s * k * (R - 1)
     return {
-        "plan": 4 * s * k * (R - 1), "dispatch": rows + weights, "combine": rows, "combine exact": every + weights,
-        "prefetch": experts, "dispatch_grad": rows + weights, "dispatch_grad exact": every + weights,
+        "plan": ids, "dispatch": rows + weights, "combine": rows, "combine exact": every + weights, "prefetch": experts,
+        "dispatch_grad": rows + weights, "dispatch_grad exact": every + weights,
         "combine_grad": rows, "reduce_grad": experts,
     }  # fmt: skip
 
