@@ -21,6 +21,7 @@ from typing import Any
 
 # Multicast is the whole host's; nothing here may use it.
 os.environ.update({"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"})
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # of a GPU: the chunk is beside JAX's memory
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import jax
@@ -82,13 +83,19 @@ def main(run: Callable[[], Tables], about: str, show: Callable[[dict[str, Any]],
 
 
 def _launch() -> int:
-    """Starts --processes copies of this program on the loopback interface; the first one speaks for all."""
+    """Starts --processes copies of this program on the loopback interface, with a GPU each where there are some; the
+    first one speaks for all.
+    """
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{s.getsockname()[1]}"
     command = [*sys.orig_argv, f"--coordinator={where}"]
     workers = [
-        subprocess.Popen([*command, f"--process={i}"], stdout=None if i == 0 else subprocess.DEVNULL)
+        subprocess.Popen(
+            [*command, f"--process={i}"],
+            stdout=None if i == 0 else subprocess.DEVNULL,
+            env=os.environ | {"JAX_LOCAL_DEVICE_IDS": str(i)},
+        )
         for i in range(FLAGS.processes)
     ]
     try:

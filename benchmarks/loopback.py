@@ -28,25 +28,10 @@ import numpy as np
 from cases import Shape, routing
 from gpu_kit import BACK, PLAN_ARRAYS, ROUTE, Buffer, by_rank
 
+from benchmarks.prefetch_table import PREFETCH, slots_of
+
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
-# name, experts of 4 ranks, slot columns, H, Hp, how often each of rank 0's experts is fetched
-PREFETCH = [
-    ("slots_1", 32, 14, 3584, 3072, [1]),
-    ("slots_2", 32, 14, 3584, 3072, [1, 1]),
-    ("slots_3", 32, 14, 3584, 3072, [2, 1]),
-    ("slots_5", 32, 14, 3584, 3072, [3, 2]),
-    ("ramp_0_3", 32, 14, 3584, 3072, [0, 1, 2, 3, 0, 1, 2, 3]),
-    ("mixed", 32, 14, 3584, 3072, [3, 0, 2, 1, 3, 0, 2, 1]),
-    ("heavy", 32, 14, 3584, 3072, [3, 3, 2, 3, 1, 0, 2, 3]),
-    ("full_3x8", 32, 14, 3584, 3072, [3] * 8),
-    ("dense_B8", 32, 8, 3584, 3072, [2, 1, 3, 1, 2, 3, 1, 2]),
-    ("epn4_full", 16, 14, 3584, 3072, [3] * 4),
-    ("epn16_mixed", 64, 16, 3584, 3072, [3, 2, 1, 0] * 4),
-    ("thin_7168x128", 32, 16, 7168, 128, [3, 0, 2, 1, 3, 0, 2, 1]),
-    ("tall_1024x3072", 32, 14, 1024, 3072, [3, 0, 2, 1, 3, 0, 2, 1]),
-    ("tiny_512x512", 32, 16, 512, 512, [3, 3, 2, 3, 1, 0, 2, 3]),
-]
 # R, E, s, K; the largest group first, so that a run that is cut has it.
 PLANS = [(72, 288, 4096, 8), (8, 256, 4096, 8), (8, 896, 8192, 8), (8, 896, 8192, 16)]
 
@@ -98,19 +83,6 @@ def plan_dims(shape: Shape, rows: int) -> list[tuple[int, ...]]:
     """Shapes of a plan's arrays."""
     s, epn = shape, shape.epn
     return [(s.s, s.K)] * 2 + [(rows,)] * 3 + [(2 * epn,)] * 2 + [(s.R, epn), (s.R,), (s.R,), (1,)]
-
-
-def slots_of(fetched: list[int], experts: int, ranks: int) -> np.ndarray:
-    """slot_expert [ranks, epn]: expert e of rank 0 in slots of fetched[e] other ranks."""
-    epn = experts // ranks
-    slots = np.full((ranks, epn), -1, np.int32)
-    used = [0] * ranks
-    for e, count in enumerate(fetched):
-        for i in range(count):
-            r = 1 + (e + i) % (ranks - 1)
-            slots[r, used[r]] = e
-            used[r] += 1
-    return slots
 
 
 def bench_prefetch(bench: Bench, sms: list[int]) -> None:

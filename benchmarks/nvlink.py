@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 from cases import Shape, routing
 
-from benchmarks.loopback import PREFETCH
+from benchmarks.prefetch_table import PREFETCH
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Ceilings measured on a pair of H200s, GB/s: copy engine one way, SMs both ways at once, SMs within a device.
