@@ -290,8 +290,8 @@ def plot(record: dict[str, Any], path: Path) -> None:
     left.legend(fontsize=8)
     pay = [_gains(r) for r in tables["payoff"] if r["machine"] == MACHINES[0].name]
     for name in dict.fromkeys(row["model"] for row in pay):
-        own = sorted((r["plain_us"] / r["ours_us"], r["exposed"]) for r in pay if r["model"] == name)
-        right.plot([x for x, _ in own], [y for _, y in own], "o-", label=name, markersize=3, linewidth=0.8)
+        own = [r for r in pay if r["model"] == name]
+        right.plot([r["plain_us"] / r["ours_us"] for r in own], [r["exposed"] for r in own], "o", alpha=0.6, label=name)
     right.set(xscale="log", yscale="log", xlabel="rank max/mean under plain EP")
     right.set_ylabel(f"predicted gain, {MACHINES[0].name}, copies exposed")
     right.axhline(1, color="grey", linewidth=0.8)
