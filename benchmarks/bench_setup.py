@@ -5,10 +5,9 @@ Four tables:
 * **setup** - `moonep.setup` and `close` on 1 to --devices devices of one process, and, by programs of their own, on
   --also_processes processes of 2 devices; the slowest process. Beside it: compiling and running a new program that is
   one psum on the same devices, in turns - the least that any program of that mesh costs. Memory: bytes per rank that
-  setup names (`stats()`), and by how much the process's resident memory is above the start: after setup, after one
-  step of every op at full size (pages come with their first use; its results are freed) and after close. One process
-  uses anonymous memory, so what XLA and malloc keep is in it; of several, it is the shared memory alone.
-* **domains** - 1 to 16 domains alive at once: the last one's setup, the time of a plan on the first, threads, memory.
+  setup names (`stats()`), and the pages of all ranks' chunks that the process has in its page table after setup, and
+  after one step of every op at full size: memory comes with its first use.
+* **domains** - 1 to 16 domains alive at once: the first and the last one's setup, and the time of a plan on the first.
 * **jit** - a MoE layer: the process's first, the same jitted function again, a new function over the same domain, and
   one over another domain of equal config; from the call of jax.jit to the first result, and trace, lower and compile
   apart. Beside it the exact layer of plain JAX (all_gather, psum_scatter; benchmarks/static_layers.py).
@@ -22,6 +21,8 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -88,19 +89,27 @@ def split(mesh: jax.sharding.Mesh, array: Any) -> jax.Array:
 # -- setup, close and memory -------------------------------------------------------------------------------------------
 
 
-def resident() -> dict[str, int]:
-    """Bytes of this process that are resident (of several processes: that are shared), and its threads."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    fields = {key: value.split()[0] for key, _, value in (line.partition(":") for line in lines) if value.strip()}
-    memory = int(fields["VmRSS" if jax.process_count() == 1 else "RssShmem"]) * 1024
-    return {"memory": memory, "threads": int(fields["Threads"])}
+def resident(ep: moonep.Domain) -> int:
+    """Bytes of a domain's shared memory that are in this process's page table."""
+    page = resource.getpagesize()
+    count = 0
+    with open("/proc/self/pagemap", "rb") as pages:
+        for address in ep._shared.address.values():
+            pages.seek(address // page * 8)
+            entries = np.frombuffer(pages.read(ep.stats()["bytes_per_rank"]["total"] // page * 8), np.uint64)
+            count += int((entries >> np.uint64(63)).sum())  # bit 63: present
+    return count * page
+
+
+def threads() -> int:
+    """Threads of this process."""
+    return len(os.listdir("/proc/self/task"))
 
 
 def setup_row(ranks: int) -> kit.Row:
     """Setup and close on the first `ranks` devices, and what they hold."""
     mesh, fixed = mesh_of(ranks), config(FLAGS.tokens, FLAGS.hidden, FLAGS.width)
-    with moonep.setup(mesh, "ep", fixed) as ep:  # the process's first one pays for others, XLA's memory is there
-        jax.block_until_ready(every_op(ep, mesh)())
+    moonep.setup(mesh, "ep", fixed).close()  # the process's first one pays for others
     taken: dict[str, list[float]] = {"setup": [], "close": [], "psum": []}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -117,17 +126,13 @@ def setup_row(ranks: int) -> kit.Row:
         # A constant of its own: nothing that was compiled before can be taken.
         body = functools.partial(lambda i, x: jax.lax.psum(x * (i + ranks * 1000), "ep"), i)
         timed("psum", lambda: jax.block_until_ready(on_ranks(body, mesh)(one)))
-    start = resident()
+    before = threads()
     with moonep.setup(mesh, "ep", fixed) as ep:
+        started = threads() - before
         named = ep.stats()["bytes_per_rank"]["total"]
-        after_setup = resident()
+        after_setup = resident(ep)
         jax.block_until_ready(every_op(ep, mesh)())
-        after_step = resident()
-    after_close = resident()
-
-    def mib(at: dict[str, int]) -> float:
-        return float(kit.gather((at["memory"] - start["memory"]) / 2**20).max())
-
+        after_step = resident(ep)
     worst = {name: kit.summary(kit.gather(ms).max(axis=0).tolist()) for name, ms in taken.items()}
     return {
         "ranks": ranks,
@@ -136,10 +141,9 @@ def setup_row(ranks: int) -> kit.Row:
         "ratio": worst["setup"]["p50"] / worst["psum"]["p50"],
         "named_MiB": named / 2**20,
         "all_MiB": ranks * named / 2**20,
-        "setup_MiB": mib(after_setup),
-        "step_MiB": mib(after_step),
-        "close_MiB": mib(after_close),
-        "threads": after_step["threads"] - after_close["threads"],
+        "setup_MiB": float(kit.gather(after_setup).max()) / 2**20,
+        "step_MiB": float(kit.gather(after_step).max()) / 2**20,
+        "threads": started,
         "ms": taken,
     }
 
@@ -183,28 +187,24 @@ def domain_rows() -> list[kit.Row]:
     fixed = config(FLAGS.tokens, FLAGS.hidden, FLAGS.width)
     ids = split(mesh, np.random.default_rng(0).integers(EXPERTS, size=(ranks * FLAGS.tokens, TOPK), dtype=np.int32))
     for count in map(int, FLAGS.domains):
-        start = resident()
+        before = threads()
         last, alive = list[float](), list[moonep.Domain]()
         for _ in range(count):
             begin = time.perf_counter()
             alive.append(moonep.setup(mesh, "ep", fixed))
             last.append((time.perf_counter() - begin) * 1e3)
         plan = on_ranks(lambda ids: alive[0].plan(ids).dst_row, mesh)
+        named = alive[0].stats()["bytes_per_rank"]["total"]
         times = kit.summary(kit.side_by_side({"plan": lambda: plan(ids)})["plan"])
-        for domain in alive:
-            jax.block_until_ready(every_op(domain, mesh)())
-        held = resident()
+        started, present = threads() - before, sum(map(resident, alive))
         begin = time.perf_counter()
         for domain in alive:
             domain.close()
         closing = (time.perf_counter() - begin) * 1e3 / count
-        left = resident()
         rows.append(
             {"domains": count, "ranks": ranks, "first_ms": last[0], "last_ms": last[-1], "close_ms": closing}
             | {"plan_p50": times["p50"], "plan_p90": times["p90"]}
-            | {"threads": held["threads"] - left["threads"]}
-            | {"MiB": (held["memory"] - start["memory"]) / 2**20 / count / ranks}
-            | {"left_MiB": (left["memory"] - start["memory"]) / 2**20}
+            | {"threads": started, "named_MiB": named / 2**20, "MiB": present / 2**20 / count / ranks}
         )
     return rows
 
@@ -314,9 +314,8 @@ SETUP = {
     "setup / psum": "{ratio:.2f}",
     "MiB of a rank": "{named_MiB:.2f}",
     "MiB of all": "{all_MiB:.1f}",
-    "process MiB after setup": "{setup_MiB:.1f}",
+    "present after setup": "{setup_MiB:.2f}",
     "after every op": "{step_MiB:.1f}",
-    "after close": "{close_MiB:.1f}",
     "threads": "{threads}",
 }
 DOMAINS = {
@@ -328,8 +327,8 @@ DOMAINS = {
     "plan on the first us p50": "{plan_p50:.0f}",
     "p90": "{plan_p90:.0f}",
     "threads": "{threads}",
-    "MiB per domain and rank": "{MiB:.2f}",
-    "MiB left after close": "{left_MiB:.2f}",
+    "MiB of a rank": "{named_MiB:.2f}",
+    "present after a plan": "{MiB:.2f}",
 }
 JIT = {
     "layer": "{pass}",
