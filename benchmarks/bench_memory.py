@@ -13,9 +13,11 @@
 
   Bytes of the others are their receive buffers only. Ours are everything: the symmetric chunk, once per domain however
   many layers use it, and what the ops return in a layer - rows, plan, and weights in slots.
-* **measured** on this machine's CPU devices, one small layer each, forward and backward: XLA's own account per device
-  (`memory_analysis`), beside it ours with the chunk, and the growth of the peak of resident memory from compiled to
-  run, of all devices, in a process of its own for each layer (benchmarks/static_layers.py).
+* **measured** on this machine's CPU devices, a small layer of each kind, forward and backward, with experts that are
+  only a silu, so that the exchange and its buffers are left, and with SwiGLU experts (`lax.ragged_dot` on CPUs makes
+  the rows once per group, which outweighs all else): XLA's own account per device (`memory_analysis`), beside it ours
+  with the chunk, and the growth of the peak of resident memory from compiled to run, of all devices, in a process of
+  its own for each layer (benchmarks/static_layers.py).
 
 Where E is no multiple of R, idle experts fill it up.
 """
@@ -50,14 +52,16 @@ from moonep_jax.topology import Group, Member, Topology
 FLAGS = flags.FLAGS
 flags.DEFINE_list("models", list(BY_NAME), "models of benchmarks/models.py")
 flags.DEFINE_list("ranks", ["8", "16", "32", "64", "72"], "sizes of the group")
+flags.DEFINE_list("show_ranks", ["8", "64", "72"], "sizes in the printed tables; --json has all of them")
 flags.DEFINE_list("tokens", ["128", "4096"], "tokens per rank")
 flags.DEFINE_list("drops", ["uniform", "lognormal_2", "lognormal_8"], "routings whose drops are counted")
 flags.DEFINE_integer("group_tokens", 32768, "tokens of a group that are drawn for that, at most", lower_bound=1)
 flags.DEFINE_integer("stage_MB", 256, "EPConfig.stage_bytes of the second chunk", lower_bound=1)
-flags.DEFINE_integer("layer_tokens", 512, "measured layer: tokens per device", lower_bound=1)
-flags.DEFINE_integer("layer_hidden", 256, "measured layer: hidden size", lower_bound=1)
+flags.DEFINE_integer("layer_tokens", 128, "measured layer: tokens per device", lower_bound=1)
+flags.DEFINE_integer("layer_hidden", 128, "measured layer: hidden size", lower_bound=1)
 flags.DEFINE_integer("layer_experts", 64, "measured layer: experts, 8 a token", lower_bound=8)
 flags.DEFINE_enum("peak_of", None, ["ours", "worst_case", "ring"], "only this layer's peak, of this process")
+flags.DEFINE_bool("gemm", True, "with --peak_of: SwiGLU experts")
 CAPACITY = 1.25
 LAYERS = ("ours", "worst_case", "ring")
 
@@ -65,7 +69,7 @@ LAYERS = ("ours", "worst_case", "ring")
 def run() -> kit.Tables:
     """Computed and measured tables."""
     if FLAGS.peak_of:
-        return {"peak": [peak(FLAGS.peak_of)]}
+        return {"peak": [peak(FLAGS.peak_of, FLAGS.gemm)]}
     rows = [
         row
         for tokens in map(int, FLAGS.tokens)
@@ -175,17 +179,17 @@ def dropped(name: str, model: Model, ranks: int, tokens: int, experts: int) -> f
 # -- measured ----------------------------------------------------------------------------------------------------------
 
 
-def layer_config() -> moonep.EPConfig:
+def layer_config(gemm: bool) -> moonep.EPConfig:
     """Of the measured layer."""
     H, E = FLAGS.layer_hidden, FLAGS.layer_experts
-    weights = Model("measured", H, H // 2, E, 8).weights(jnp.float32)
+    weights = Model("measured", H, H // 2, E, 8).weights(jnp.float32) if gemm else None
     return moonep.EPConfig(tokens=FLAGS.layer_tokens, hidden=H, topk=8, experts=E, dtype=jnp.float32, weights=weights)
 
 
-def with_layer(name: str, use: Callable[[Any, Any, int], kit.Row]) -> kit.Row:
+def with_layer(name: str, gemm: bool, use: Callable[[Any, Any, int], kit.Row]) -> kit.Row:
     """use(compiled gradient step, its arguments, bytes of the symmetric chunk of a rank) of a layer on all devices."""
     mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
-    c = layer_config()
+    c = layer_config(gemm)
     sharding = jax.sharding.NamedSharding(mesh, P("ep"))
     rng = np.random.default_rng(0)
 
@@ -197,7 +201,7 @@ def with_layer(name: str, use: Callable[[Any, Any, int], kit.Row]) -> kit.Row:
     args = (
         split(n, c.hidden),
         split(n, c.experts),
-        {k: split(c.experts, *leaf.shape) for k, leaf in c.weights.items()},
+        {k: split(c.experts, *leaf.shape) for k, leaf in c.weights.items()} or None,
     )
 
     def step(layer: Callable[..., jax.Array]) -> Any:
@@ -210,25 +214,37 @@ def with_layer(name: str, use: Callable[[Any, Any, int], kit.Row]) -> kit.Row:
 
     if name == "ours":
         with moonep.setup(mesh, "ep", c) as ep:
-            return use(step(ep.moe), args, ep.stats()["bytes_per_rank"]["total"])
+            return use(
+                step(ep.moe if gemm else functools.partial(exchange_only, ep)),
+                args,
+                ep.stats()["bytes_per_rank"]["total"],
+            )
     return use(step(functools.partial(getattr(static_layers, name), K=c.topk)), args, 0)
+
+
+def exchange_only(ep: moonep.Domain, x: jax.Array, logits: jax.Array, _: None) -> jax.Array:
+    """ep.moe with a silu for experts."""
+    top, ids = jax.lax.top_k(logits, ep.spec.config.topk)
+    d = ep.dispatch(x, ids.astype(np.int32), jax.nn.softmax(top, axis=-1))
+    return ep.combine(d.plan, jax.nn.silu(d.hidden), d.weights)
 
 
 def measured() -> list[kit.Row]:
     """XLA's account of each layer in this process, and the peaks of processes of their own."""
-    rows = list[kit.Row]()
-    for name in LAYERS:
 
-        def account(compiled: Any, _: Any, chunk: int) -> kit.Row:
-            found = compiled.memory_analysis()
-            names = {"temp": "temp_size", "arguments": "argument_size", "results": "output_size"}
-            return {key: getattr(found, f"{field}_in_bytes") for key, field in names.items()} | {"chunk": chunk}
+    def account(compiled: Any, _: Any, chunk: int) -> kit.Row:
+        found = compiled.memory_analysis()
+        names = {"temp": "temp_size", "arguments": "argument_size", "results": "output_size"}
+        return {key: getattr(found, f"{field}_in_bytes") for key, field in names.items()} | {"chunk": chunk}
 
-        rows.append({"layer": name} | with_layer(name, account) | _peak_of(name))
-    return rows
+    return [
+        {"layer": name, "gemm": gemm} | with_layer(name, gemm, account) | _peak_of(name, gemm)
+        for gemm in (False, True)
+        for name in LAYERS
+    ]
 
 
-def peak(name: str) -> kit.Row:
+def peak(name: str, gemm: bool) -> kit.Row:
     """Growth of this process's resident memory over a compiled step and two runs of it: its peak."""
 
     def grow(compiled: Any, args: Any, _: int) -> kit.Row:
@@ -236,9 +252,9 @@ def peak(name: str) -> kit.Row:
         before = _resident("VmHWM")
         for _ in range(2):
             jax.block_until_ready(compiled(*args))
-        return {"layer": name, "peak": _resident("VmHWM") - before}
+        return {"peak": _resident("VmHWM") - before}
 
-    return with_layer(name, grow)
+    return with_layer(name, gemm, grow)
 
 
 def _resident(field: str) -> int:
@@ -246,12 +262,13 @@ def _resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def _peak_of(name: str) -> kit.Row:
+def _peak_of(name: str, gemm: bool) -> kit.Row:
     keep = ("devices", "layer_tokens", "layer_hidden", "layer_experts")
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "record.json"
         given = [f"--{flag}={FLAGS[flag].value}" for flag in keep]
         command = [sys.executable, "-m", "benchmarks.bench_memory", f"--peak_of={name}", f"--json={out}", *given]
+        command.append(f"--gemm={gemm}")
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
         return json.loads(out.read_text())["tables"]["peak"][0]
 
@@ -294,6 +311,7 @@ BYTES = {
 }
 MEASURED = {
     "layer": "{layer}",
+    "experts": "{experts}",
     "XLA temporary MB": "{temp_MB:.2f}",
     "arguments": "{arguments_MB:.2f}",
     "results": "{results_MB:.2f}",
@@ -311,14 +329,15 @@ def show(record: dict[str, Any]) -> str:
     parts = [kit.about(record)]
     if "computed" not in tables:
         return "\n\n".join([*parts, str(tables["peak"][0])])
-    rows = [_derived(row) for row in tables["computed"]]
+    rows = [_derived(row) for row in tables["computed"] if str(row["R"]) in used["show_ranks"]]
     heads = {key.format(stage=used["stage_MB"]): form for key, form in BYTES.items()}
-    own = next(row for row in tables["measured"] if row["layer"] == "ours")
+    own = {row["gemm"]: row for row in tables["measured"] if row["layer"] == "ours"}
     found = [
         row
         | {f"{k}_MB": row[k] / 1e6 for k in ("temp", "arguments", "results", "chunk", "peak")}
-        | {"sum_MB": (row["temp"] + row["chunk"]) / 1e6, "peak_ratio": row["peak"] / own["peak"]}
-        | {"sum_ratio": (row["temp"] + row["chunk"]) / (own["temp"] + own["chunk"])}
+        | {"sum_MB": (row["temp"] + row["chunk"]) / 1e6, "experts": "SwiGLU" if row["gemm"] else "silu"}
+        | {"sum_ratio": (row["temp"] + row["chunk"]) / (own[row["gemm"]]["temp"] + own[row["gemm"]]["chunk"])}
+        | {"peak_ratio": row["peak"] / own[row["gemm"]]["peak"] if own[row["gemm"]]["peak"] else None}
         for row in tables["measured"]
     ]
     layer = f"{used['layer_tokens']} tokens per device, H {used['layer_hidden']}, {used['layer_experts']} experts, K 8"
