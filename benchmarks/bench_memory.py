@@ -60,6 +60,7 @@ flags.DEFINE_integer("stage_MB", 256, "EPConfig.stage_bytes of the second chunk"
 flags.DEFINE_integer("layer_tokens", 128, "measured layer: tokens per device", lower_bound=1)
 flags.DEFINE_integer("layer_hidden", 128, "measured layer: hidden size", lower_bound=1)
 flags.DEFINE_integer("layer_experts", 64, "measured layer: experts, 8 a token", lower_bound=8)
+flags.DEFINE_bool("peaks", True, "measure peaks in processes of their own, too")
 flags.DEFINE_enum("peak_of", None, ["ours", "worst_case", "ring"], "only this layer's peak, of this process")
 flags.DEFINE_bool("gemm", True, "with --peak_of: SwiGLU experts")
 CAPACITY = 1.25
@@ -120,14 +121,10 @@ def computed(model: Model, ranks: int, tokens: int) -> kit.Row | None:
 def chunk(platform: str, config: moonep.EPConfig, ranks: int) -> dict[str, int] | None:
     """Bytes of each part of a rank's symmetric chunk; None where the backend is not built or cannot hold it."""
     try:
-        module = native.module(platform)
-        return backends.domain_shape(_backend(module), config, ranks).chunk_bytes()
+        backend: Any = types.SimpleNamespace(module=native.module(platform))  # all that domain_shape asks of one
+        return backends.domain_shape(backend, config, ranks).chunk_bytes()
     except ConfigError:
         return None
-
-
-def _backend(module: Any) -> Any:
-    return types.SimpleNamespace(module=module)  # all that domain_shape asks of a backend
 
 
 def traced_bytes(config: moonep.EPConfig, ranks: int) -> dict[str, int]:
@@ -214,11 +211,8 @@ def with_layer(name: str, gemm: bool, use: Callable[[Any, Any, int], kit.Row]) -
 
     if name == "ours":
         with moonep.setup(mesh, "ep", c) as ep:
-            return use(
-                step(ep.moe if gemm else functools.partial(exchange_only, ep)),
-                args,
-                ep.stats()["bytes_per_rank"]["total"],
-            )
+            layer = ep.moe if gemm else functools.partial(exchange_only, ep)
+            return use(step(layer), args, ep.stats()["bytes_per_rank"]["total"])
     return use(step(functools.partial(getattr(static_layers, name), K=c.topk)), args, 0)
 
 
@@ -238,7 +232,9 @@ def measured() -> list[kit.Row]:
         return {key: getattr(found, f"{field}_in_bytes") for key, field in names.items()} | {"chunk": chunk}
 
     return [
-        {"layer": name, "gemm": gemm} | with_layer(name, gemm, account) | _peak_of(name, gemm)
+        {"layer": name, "gemm": gemm}
+        | with_layer(name, gemm, account)
+        | (_peak_of(name, gemm) if FLAGS.peaks else {"peak": None})
         for gemm in (False, True)
         for name in LAYERS
     ]
@@ -334,10 +330,10 @@ def show(record: dict[str, Any]) -> str:
     own = {row["gemm"]: row for row in tables["measured"] if row["layer"] == "ours"}
     found = [
         row
-        | {f"{k}_MB": row[k] / 1e6 for k in ("temp", "arguments", "results", "chunk", "peak")}
+        | {f"{k}_MB": _mb(row[k]) for k in ("temp", "arguments", "results", "chunk", "peak")}
         | {"sum_MB": (row["temp"] + row["chunk"]) / 1e6, "experts": "SwiGLU" if row["gemm"] else "silu"}
         | {"sum_ratio": (row["temp"] + row["chunk"]) / (own[row["gemm"]]["temp"] + own[row["gemm"]]["chunk"])}
-        | {"peak_ratio": row["peak"] / own[row["gemm"]]["peak"] if own[row["gemm"]]["peak"] else None}
+        | {"peak_ratio": row["peak"] / own[row["gemm"]]["peak"] if row["peak"] else None}
         for row in tables["measured"]
     ]
     layer = f"{used['layer_tokens']} tokens per device, H {used['layer_hidden']}, {used['layer_experts']} experts, K 8"
@@ -347,12 +343,13 @@ def show(record: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
-def _derived(row: kit.Row) -> kit.Row:
-    def mb(count: int | None) -> float | None:
-        return None if count is None else count / 1e6
+def _mb(count: int | None) -> float | None:
+    return None if count is None else count / 1e6
 
+
+def _derived(row: kit.Row) -> kit.Row:
     def total(name: str) -> float | None:
-        return mb(row[name] and row[name]["total"])
+        return _mb(row[name] and row[name]["total"])
 
     drops = {f"drop_{n}": None for n in ("uniform", "lognormal_2", "lognormal_8")}
     drops |= {f"drop_{n}": None if share is None else 100 * share for n, share in row["dropped"].items()}
@@ -360,11 +357,11 @@ def _derived(row: kit.Row) -> kit.Row:
         row
         | {f"{n}_ratio": row[key] / row["ours"] for n, key in (("worst", "worst"), ("ring", "ring_made"))}
         | {"capacity_ratio": row["capacity"] / row["ours"]}
-        | {f"{n}_MB": mb(row[f"{n}_bytes"]) for n in ("ours", "worst", "ring", "capacity")}
-        | {"made_MB": mb(row["ring_made_bytes"]), "own_MB": mb(row["own_weights_bytes"])}
+        | {f"{n}_MB": _mb(row[f"{n}_bytes"]) for n in ("ours", "worst", "ring", "capacity")}
+        | {"made_MB": _mb(row["ring_made_bytes"]), "own_MB": _mb(row["own_weights_bytes"])}
         | {"cpu_MB": total("chunk_cpu"), "gpu_MB": total("chunk_gpu"), "gpu_capped_MB": total("chunk_gpu_capped")}
-        | {"stage_MB": mb(row["chunk_cpu"]["slots"]), "slots_MB": mb(row["slots_result"])}
-        | {"plan_MB": mb(row["plan_result"])}
+        | {"stage_MB": _mb(row["chunk_cpu"]["slots"]), "slots_MB": _mb(row["slots_result"])}
+        | {"plan_MB": _mb(row["plan_result"])}
         | drops
     )
 
@@ -378,7 +375,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
     rows = record["tables"]["computed"]
     most = max(row["S"] for row in rows)
-    figure, axes = plt.subplots(figsize=(8, 5))
+    figure, axes = plt.subplots(figsize=(9, 5))
     for i, model in enumerate(m.name for m in MODELS):
         own = [row for row in rows if row["model"] == model and row["S"] == most]
         if own:
@@ -388,7 +385,7 @@ def plot(record: dict[str, Any], path: Path) -> None:
     gathered = sorted({(row["R"], row["ring"]) for row in rows if row["S"] == most})
     axes.plot(*zip(*gathered, strict=True), ":", color="black", label="tokens of an all_gather")
     axes.set(yscale="log", xlabel="ranks", ylabel=f"rows that a rank must hold, {most} tokens per rank")
-    axes.legend(fontsize=7, ncols=2)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)
