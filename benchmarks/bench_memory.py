@@ -231,13 +231,12 @@ def measured() -> list[kit.Row]:
         names = {"temp": "temp_size", "arguments": "argument_size", "results": "output_size"}
         return {key: getattr(found, f"{field}_in_bytes") for key, field in names.items()} | {"chunk": chunk}
 
-    return [
-        {"layer": name, "gemm": gemm}
-        | with_layer(name, gemm, account)
-        | (_peak_of(name, gemm) if FLAGS.peaks else {"peak": None})
-        for gemm in (False, True)
-        for name in LAYERS
-    ]
+    rows = list[kit.Row]()
+    for gemm in (False, True):
+        for name in LAYERS:
+            found = with_layer(name, gemm, account) | (_peak_of(name, gemm) if FLAGS.peaks else {"peak": None})
+            rows.append({"layer": name, "gemm": gemm} | found)
+    return rows
 
 
 def peak(name: str, gemm: bool) -> kit.Row:
