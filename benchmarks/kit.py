@@ -33,6 +33,7 @@ Tables = dict[str, list[Row]]
 
 flags.DEFINE_string("json", None, "file for all figures, with the machine that they are from")
 flags.DEFINE_string("plot", None, "PNG file for a picture of them")
+flags.DEFINE_string("page", None, "Markdown file for what is printed")
 flags.DEFINE_integer("devices", 8, "CPU devices of each process", lower_bound=1)
 flags.DEFINE_integer("processes", 1, "processes; of this host, unless --coordinator is given", lower_bound=1)
 flags.DEFINE_integer("process", None, "this process's number, with --coordinator")
@@ -56,12 +57,12 @@ def main(run: Callable[[], Tables], about: str, show: Callable[[dict[str, Any]],
             raise app.UsageError(f"unexpected arguments {argv[1:]}")
         if FLAGS.plot and plot is None:
             raise app.UsageError("this benchmark has no --plot")
+        logging.set_verbosity(logging.WARNING)
         if FLAGS.processes > 1 and FLAGS.process is None:
             sys.exit(_launch())
         if FLAGS.processes > 1:
             jax.distributed.initialize(FLAGS.coordinator, FLAGS.processes, FLAGS.process)
         jax.config.update("jax_num_cpu_devices", FLAGS.devices)
-        logging.set_verbosity(logging.WARNING)
         start = time.monotonic()
         tables = run()
         if jax.process_index() == 0:
@@ -70,7 +71,10 @@ def main(run: Callable[[], Tables], about: str, show: Callable[[dict[str, Any]],
             used = {f.name: f.value for module in own for f in FLAGS.flags_by_module_dict().get(module, [])}
             seconds = round(time.monotonic() - start, 1)
             record = {"benchmark": name, "machine": machine(), "flags": used, "seconds": seconds, "tables": tables}
-            print(show(record), flush=True)
+            page = show(record)
+            print(page, flush=True)
+            if FLAGS.page:
+                Path(FLAGS.page).write_text(page + "\n")
             if FLAGS.json:
                 Path(FLAGS.json).write_text(json.dumps(record, indent=1) + "\n")
             if FLAGS.plot:
