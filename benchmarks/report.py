@@ -1,8 +1,8 @@
 """Runs the benchmarks that need no GPU and writes one page: `python -m benchmarks.report --out FOLDER`.
 
-Each benchmark is a process of its own, one after the other, since their flags and devices differ. FOLDER gets README.md,
-and a JSON file and a picture of each. Under ten minutes on two cores; on a machine that does something else the figures
-are worth little, and the page says what the machine was.
+Each benchmark is a process of its own, one after the other, since their flags and devices differ. FOLDER gets a
+README.md, and a JSON file and a picture of each. Under ten minutes on two cores; on a machine that does something else
+the figures are worth little, and the page says what the machine was.
 """
 
 from __future__ import annotations
