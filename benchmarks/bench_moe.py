@@ -17,7 +17,7 @@ Columns
                   worst of the gradients
   rows held       rows of each rank's GEMM buffers; busiest: rows with a token on the rank that has most
   MB held         what a rank's forward pass holds: GEMM buffers, rows * (2 H + 3 F) elements, and the exchange's:
-                  ours: the domain's shared memory and 2 E/R experts; ring, dense: 2 R S rows; all_to_all: 4 R C
+                  ours: the domain's shared memory and 2 E/R experts; ring, grug ring, dense: 2 R S rows; all_to_all: 4 R C
                   rows of capacity C per pair of ranks; ragged_all_to_all: 2 (S K + rows held)
   MB of XLA       temporary memory of a device's forward-and-backward program, as XLA says, and with ours the domain's
   link rows       rows that reach the busiest rank over links in one dispatch; as many leave it in the combine
@@ -27,6 +27,7 @@ Columns
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -51,20 +52,20 @@ from moonep_jax import reference
 from moonep_jax.layer import default_grouped_gemm
 
 flags.DEFINE_integer("tokens", 512, "tokens of each rank", lower_bound=1)
-flags.DEFINE_integer("hidden", 512, "elements of a token", lower_bound=1)
-flags.DEFINE_integer("ffn", 256, "inner size of an expert", lower_bound=1)
+flags.DEFINE_integer("hidden", 256, "elements of a token", lower_bound=1)
+flags.DEFINE_integer("ffn", 128, "inner size of an expert", lower_bound=1)
 flags.DEFINE_integer("experts", 64, "experts of all ranks", lower_bound=1)
 flags.DEFINE_integer("topk", 2, "experts of a token; experts / topk - 1 bounds maxvio", lower_bound=1)
 flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of tokens and weights")
 flags.DEFINE_list("maxvio", ["0", "0.2", "1", "2", "4", "8", "16"], "rows of the hottest expert / mean - 1")
 flags.DEFINE_list("routings", ["crowded", "one_home"], "more routings, by their names in the case table")
-flags.DEFINE_list("leave_out", [], "layers not to measure")
+flags.DEFINE_list("leave_out", ["dense"], "layers not to measure; dense costs experts / topk times the GEMMs")
 flags.DEFINE_bool("errors", True, "compare results with float64 on the host")
 FLAGS = flags.FLAGS
 
 SIZES = ("dropped", "held_rows", "busiest_rows", "held_MB", "link_rows", "link_MB")
 OURS, ALONE = "ours", "experts alone"
-EP = P("ep")
+EP = P(peers.AXIS)
 Array = np.ndarray[Any, Any]
 
 
@@ -176,34 +177,36 @@ def ids_of(shape: Shape) -> dict[str, Array]:
     return found
 
 
-def sizes(problem: Problem, name: str, ids: Array, shared_bytes: int) -> kit.Row:
-    """What a layer drops, computes, holds and sends with a routing."""
-    shape, item = problem.shape, problem.dtype.itemsize
-    width, expert = 2 * shape.H + 3 * problem.ffn, 3 * shape.H * problem.ffn
+def our_sizes(problem: Problem, ids: Array, shared_bytes: int) -> kit.Row:
+    """What our layer computes, holds and sends with a routing."""
+    shape, expert = problem.shape, 3 * problem.shape.H * problem.ffn
+    plan = reference.plan(ids, shape.E)
+    source = plan.src // (shape.s * shape.K)  # of rows with a token
+    first = (plan.src >= 0) & (plan.primary == np.arange(plan.src.shape[1]))
+    crossing = (first & (source != np.arange(shape.R)[:, None])).sum(1)
+    moved, held = (plan.slot_expert >= 0).sum(1), plan.src.shape[1]
+    elements = held * (2 * shape.H + 3 * problem.ffn) + 2 * shape.epn * expert
+    sent = (2 * crossing * shape.H + moved * expert).max()
+    figures = (0.0, held, int(plan.rank_rows.max()), elements, int(crossing.max()), int(sent))
+    row = _in_bytes(problem, dict(zip(SIZES, figures, strict=True)))
+    return row | {"held_MB": row["held_MB"] + shared_bytes / 1e6}
+
+
+def sizes(problem: Problem, name: str, peer: peers.Peer, ids: Array) -> kit.Row:
+    """What a peer drops, computes, holds and sends with a routing."""
+    shape = problem.shape
     share = np.array([np.bincount(row.reshape(-1) // shape.epn, minlength=shape.R) for row in ids])
-    if name == OURS:
-        plan = reference.plan(ids, shape.E)
-        owner = plan.src // (shape.s * shape.K)  # of rows with a token
-        first = plan.primary == np.arange(plan.src.shape[1])
-        crossing = ((plan.src >= 0) & first & (owner != np.arange(shape.R)[:, None])).sum(1)
-        moved = (plan.slot_expert >= 0).sum(1)
-        held = plan.src.shape[1]
-        elements = held * width + 2 * shape.epn * expert
-        return {
-            "dropped": 0.0, "held_rows": held, "busiest_rows": int(plan.rank_rows.max()),
-            "held_MB": (elements * item + shared_bytes) / 1e6, "link_rows": int(crossing.max()),
-            "link_MB": float((2 * crossing * shape.H + moved * expert).max() * item / 1e6),
-        }  # fmt: skip
-    peer = peers.PEERS[name]
-    kept = peer.kept(shape, share)
-    crossing, held = int(peer.crossing(shape, kept).max()), peer.rows(shape)
-    # dense has no buffers of H but those of the tokens
-    elements = (held * 3 * problem.ffn if name == "dense" else held * width) + peer.moved(shape) * shape.H
-    return {
-        "dropped": float(1 - kept.sum() / share.sum()), "held_rows": held,
-        "busiest_rows": int(peer.computed(shape, kept).max()), "held_MB": elements * item / 1e6, "link_rows": crossing,
-        "link_MB": 2 * crossing * shape.H * item / 1e6,
-    }  # fmt: skip
+    kept, held = peer.kept(shape, share), peer.rows(shape)
+    crossing = int(peer.crossing(shape, kept).max())
+    width = 3 * problem.ffn if name == "dense" else 2 * shape.H + 3 * problem.ffn  # dense reads the tokens in place
+    elements = held * width + peer.moved(shape) * shape.H
+    dropped = float(1 - kept.sum() / share.sum())
+    figures = (dropped, held, int(peer.computed(shape, kept).max()), elements, crossing, 2 * crossing * shape.H)
+    return _in_bytes(problem, dict(zip(SIZES, figures, strict=True)))
+
+
+def _in_bytes(problem: Problem, row: kit.Row) -> kit.Row:
+    return {k: v * problem.dtype.itemsize / 1e6 if k.endswith("MB") else v for k, v in row.items()}
 
 
 def run() -> kit.Tables:
@@ -212,7 +215,7 @@ def run() -> kit.Tables:
     if FLAGS.experts % len(devices):
         raise app.UsageError(f"{FLAGS.experts} experts do not divide among {len(devices)} devices")
     shape = Shape(len(devices), FLAGS.tokens, FLAGS.topk, FLAGS.experts, FLAGS.hidden)
-    mesh = jax.sharding.Mesh(np.array(devices), ("ep",))
+    mesh = jax.sharding.Mesh(np.array(devices), (peers.AXIS,))
     routings = ids_of(shape)
     problem = Problem(mesh, shape, FLAGS.ffn, FLAGS.dtype)
     weights = {name: (p.shape[1:], FLAGS.dtype) for name, p in problem.params.items()}
@@ -220,13 +223,18 @@ def run() -> kit.Tables:
         tokens=shape.s, hidden=shape.H, topk=shape.K, experts=shape.E, dtype=FLAGS.dtype, weights=weights
     )
     gemm = default_grouped_gemm(devices[0].platform)
-    with moonep.setup(mesh, "ep", config) as ep:
+    with moonep.setup(mesh, peers.AXIS, config) as ep:
         shared = ep.stats()["bytes_per_rank"]["total"]
         layers = {OURS: functools.partial(ours, ep)} | {n: p.layer for n, p in peers.PEERS.items()} | {ALONE: alone}
         if devices[0].platform == "cpu":
             del layers["ragged_all_to_all"]  # XLA has it on GPUs and TPUs only
         whole = {name: problem.sharded(layer, gemm) for name, layer in layers.items()}
-        programs, absent = {}, []
+        others = peers.levanter(mesh, gemm)
+        whole, programs = whole | {name: peer.layer for name, peer in others.items()}, {}
+        known = peers.PEERS | others
+        absent = [] if others else [{"layer": "levanter's grug ring", "why": "not installed"}]
+        if importlib.util.find_spec("transformer_engine") is None:
+            absent.append({"layer": "TransformerEngine EP", "why": "not installed"})
         arguments = {name: problem.arguments(ids) for name, ids in routings.items()}
         for name in (n for n in whole if n not in FLAGS.leave_out):
             try:
@@ -257,8 +265,10 @@ def run() -> kit.Tables:
                 row["error_y"] = row["error_gradients"] = None
                 if want is not None and name != ALONE:
                     row["error_y"], row["error_gradients"] = errors(calls[routed, name, "both"](), want)
-                known = name == OURS or name in peers.PEERS
-                row |= sizes(problem, name, ids, shared) if known else dict.fromkeys(SIZES)
+                if name == OURS:
+                    row |= our_sizes(problem, ids, shared)
+                else:
+                    row |= dict.fromkeys(SIZES) if name == ALONE else sizes(problem, name, known[name], ids)
                 temporary = parts["both"].memory_analysis().temp_size_in_bytes
                 row["temporary_MB"] = (temporary + (shared if name == OURS else 0)) / 1e6
                 rows.append(row)

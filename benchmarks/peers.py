@@ -18,6 +18,7 @@ import numpy as np
 from cases import Shape
 from jax import lax
 
+AXIS = "expert"  # of the mesh; levanter asks for this name
 Params = Mapping[str, jax.Array]
 Gemm = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 Layer = Callable[[jax.Array, jax.Array, jax.Array, Params, Gemm], jax.Array]
@@ -29,7 +30,7 @@ class Peer:
     """A layer and its sizes, all static ones as functions of a shape.
 
     Attributes:
-      layer: the layer.
+      layer: the layer, as it runs on one rank.
       rows: rows that each rank's experts are given room for.
       moved: rows of H elements that a rank holds beside those: gathered, sent, received, returned.
       kept: of `share` [source, destination], rows by the experts' home, those that are not dropped.
@@ -38,7 +39,7 @@ class Peer:
         leave it in the combine.
     """
 
-    layer: Layer
+    layer: Callable[..., jax.Array]
     rows: Callable[[Shape], int]
     moved: Callable[[Shape], int]
     kept: Callable[[Shape, Array], Array]
@@ -88,7 +89,7 @@ def weigh(rows: jax.Array, w: jax.Array) -> jax.Array:
 
 def local_ids(ids: jax.Array, epn: int) -> jax.Array:
     """Ids of this rank's experts, epn for all others."""
-    local = ids - lax.axis_index("ep") * epn
+    local = ids - lax.axis_index(AXIS) * epn
     return jnp.where((local >= 0) & (local < epn), local, epn)
 
 
@@ -110,25 +111,25 @@ def experts(rows: jax.Array, local: jax.Array, params: Params, gemm: Gemm) -> ja
 
 def ring(x: jax.Array, ids: jax.Array, w: jax.Array, params: Params, gemm: Gemm) -> jax.Array:
     """All tokens to all ranks, each computes the rows of its experts, partial sums back."""
-    x, ids, w = (lax.all_gather(a, "ep", tiled=True) for a in (x, ids, w))
+    x, ids, w = (lax.all_gather(a, AXIS, tiled=True) for a in (x, ids, w))
     epn = len(params["gate"])
     room = len(x) * min(w.shape[1], epn)
     order, sizes = grouped(local_ids(ids.reshape(-1), epn), epn)
     order = jnp.where(jnp.arange(room) < sizes.sum(), order[:room], ids.size)  # behind the last group: no row
     back = inverse(order, ids.size, room)
     out = swiglu(move(x, order, back, w.shape[1]), sizes, params, gemm)
-    return lax.psum_scatter(weigh(move(out, back, order), w), "ep", tiled=True)
+    return lax.psum_scatter(weigh(move(out, back, order), w), AXIS, tiled=True)
 
 
 def dense(x: jax.Array, ids: jax.Array, w: jax.Array, params: Params, gemm: Gemm) -> jax.Array:
     """All tokens to all ranks, each computes all of its experts on all of them, partial sums back."""
     del gemm
-    x, ids, w = (lax.all_gather(a, "ep", tiled=True) for a in (x, ids, w))
+    x, ids, w = (lax.all_gather(a, AXIS, tiled=True) for a in (x, ids, w))
     epn = len(params["gate"])
     scale = jnp.where(local_ids(ids, epn)[:, :, None] == jnp.arange(epn), w[:, :, None], 0).sum(1)
     gate, up = (jnp.einsum("th,ehf->etf", x, params[name]) for name in ("gate", "up"))
     inner = (jax.nn.silu(gate) * up * scale.T[:, :, None]).astype(x.dtype)
-    return lax.psum_scatter(jnp.einsum("etf,efh->th", inner, params["down"]), "ep", tiled=True)
+    return lax.psum_scatter(jnp.einsum("etf,efh->th", inner, params["down"]), AXIS, tiled=True)
 
 
 def capacity(shape: Shape, factor: float | None) -> int:
@@ -142,7 +143,7 @@ def all_to_all(
     x: jax.Array, ids: jax.Array, w: jax.Array, params: Params, gemm: Gemm, *, factor: float | None
 ) -> jax.Array:
     """Rows to ranks in buffers of one size per pair, results back the same way."""
-    ranks, epn, n = lax.axis_size("ep"), len(params["gate"]), ids.size
+    ranks, epn, n = lax.axis_size(AXIS), len(params["gate"]), ids.size
     room = capacity(Shape(ranks, len(x), w.shape[1], ranks * epn, x.shape[1]), factor)
     flat = ids.reshape(-1)
     rank = flat // epn
@@ -150,7 +151,7 @@ def all_to_all(
     place = (jnp.cumsum(one_hot, axis=0) * one_hot).sum(1).astype(np.int32) - 1  # among the rows to this rank
     slot = jnp.where(place < room, rank * room + place, ranks * room)
     source = inverse(slot, ranks * room, n)
-    swap = functools.partial(lax.all_to_all, axis_name="ep", split_axis=0, concat_axis=0, tiled=True)
+    swap = functools.partial(lax.all_to_all, axis_name=AXIS, split_axis=0, concat_axis=0, tiled=True)
     there = swap(move(x, source, slot, w.shape[1]))
     local = local_ids(swap(jnp.take(flat, source, mode="fill", fill_value=-1)), epn)
     return weigh(move(swap(experts(there, local, params, gemm)), slot, source), w)
@@ -158,21 +159,21 @@ def all_to_all(
 
 def ragged(x: jax.Array, ids: jax.Array, w: jax.Array, params: Params, gemm: Gemm) -> jax.Array:
     """Rows to ranks as many as there are, into a buffer that holds the worst case, and back. Not on CPUs."""
-    ranks, epn, n = lax.axis_size("ep"), len(params["gate"]), ids.size
+    ranks, epn, n = lax.axis_size(AXIS), len(params["gate"]), ids.size
     room = ranks * len(x) * min(w.shape[1], epn)
-    flat, me = ids.reshape(-1), lax.axis_index("ep")
+    flat, me = ids.reshape(-1), lax.axis_index(AXIS)
     order = jnp.argsort(flat // epn, stable=True).astype(np.int32)
     back = inverse(order, n, 0)
-    counts = lax.all_gather(jnp.bincount(flat // epn, length=ranks).astype(np.int32), "ep")  # [source, destination]
+    counts = lax.all_gather(jnp.bincount(flat // epn, length=ranks).astype(np.int32), AXIS)  # [source, destination]
     sent_at = jnp.cumsum(counts, axis=1) - counts  # where a source keeps its rows to a destination
     here_at = jnp.cumsum(counts, axis=0) - counts  # where a destination puts a source's
     there = functools.partial(
         lax.ragged_all_to_all, input_offsets=sent_at[me], send_sizes=counts[me], output_offsets=here_at[me],
-        recv_sizes=counts[:, me], axis_name="ep",
+        recv_sizes=counts[:, me], axis_name=AXIS,
     )  # fmt: skip
     home = functools.partial(
         lax.ragged_all_to_all, input_offsets=here_at[:, me], send_sizes=counts[:, me], output_offsets=sent_at[:, me],
-        recv_sizes=counts[me], axis_name="ep",
+        recv_sizes=counts[me], axis_name=AXIS,
     )  # fmt: skip
     rows = there(move(x, order, back, w.shape[1]), jnp.zeros((room, x.shape[1]), x.dtype))
     local = local_ids(there(flat[order], jnp.full(room, -1, np.int32)), epn)
@@ -235,3 +236,41 @@ PEERS: dict[str, Peer] = {
         crossing=lambda shape, kept: kept.sum(0) - np.diag(kept),
     ),
 }
+
+
+# -- layers of other packages ------------------------------------------------------------------------------------------
+
+
+def levanter(mesh: jax.sharding.Mesh, gemm: Gemm) -> dict[str, Peer]:
+    """Levanter's grug ring with the same grouped GEMM, if it is installed; these layers take global arrays.
+
+    Its capacity is per rank, a multiple of the mean, and all of it is computed: R times the mean is exact. The weights
+    of gate and up are joined first, as it wants them.
+    """
+    try:
+        from levanter.grug import grug_moe  # pyright: ignore[reportMissingImports]
+        from levanter.grug._moe import ep_ring  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return {}
+    ep_ring.ragged_dot = gemm
+
+    def layer(x: jax.Array, ids: jax.Array, w: jax.Array, params: Params, factor: float) -> jax.Array:
+        joined = jnp.concatenate([params["gate"], params["up"]], axis=-1)
+        return grug_moe.moe_mlp(
+            x, ids, w, joined, params["down"], implementation="ring", mesh=mesh, capacity_factor=factor
+        )
+
+    def peer(factor: float) -> Peer:
+        def rows(shape: Shape) -> int:
+            return max(shape.epn, int(np.ceil(factor * shape.s * shape.K)))
+
+        return Peer(
+            functools.partial(layer, factor=factor),
+            rows,
+            moved=lambda shape: 2 * shape.R * shape.s,
+            kept=lambda shape, share: np.minimum(share.sum(0), rows(shape))[None],
+            computed=lambda shape, kept: np.full(shape.R, rows(shape)),
+            crossing=_tokens_of_others,
+        )
+
+    return {"grug ring full": peer(float(mesh.size)), "grug ring 1.25": peer(1.25)}
