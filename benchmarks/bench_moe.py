@@ -13,12 +13,12 @@ each has its own, so the rows of the busiest rank stand beside the times.
 
 Columns
   dropped         rows of the forward pass that a capacity left out
-  error           largest difference to float64 on the same inputs, relative to the largest value: of the output, and the
-                  worst of the gradients
+  error           largest difference to float64 on the same inputs, relative to the largest value: of the output, and
+                  the worst of the gradients
   rows held       rows of each rank's GEMM buffers; busiest: rows with a token on the rank that has most
   MB held         what a rank's forward pass holds: GEMM buffers, rows * (2 H + 3 F) elements, and the exchange's:
-                  ours: the domain's shared memory and 2 E/R experts; ring, grug ring, dense: 2 R S rows; all_to_all: 4 R C
-                  rows of capacity C per pair of ranks; ragged_all_to_all: 2 (S K + rows held)
+                  ours: the domain's shared memory and 2 E/R experts; ring, grug ring, dense: 2 R S rows; all_to_all:
+                  4 R C rows of capacity C per pair of ranks; ragged_all_to_all: 2 (S K + rows held)
   MB of XLA       temporary memory of a device's forward-and-backward program, as XLA says, and with ours the domain's
   link rows       rows that reach the busiest rank over links in one dispatch; as many leave it in the combine
   link MB         those rows there and back, and the weights of moved experts: all of a forward pass
@@ -124,7 +124,7 @@ class Problem:
 
         return {name: jax.jit(f).lower(*args).compile() for name, f in (("forward", forward), ("both", both))}
 
-    def sharded(self, layer: peers.Layer, gemm: peers.Gemm) -> Callable[..., Any]:
+    def sharded(self, layer: Callable[..., Any], gemm: peers.Gemm) -> Callable[..., Any]:
         """A layer of one rank as one of all ranks."""
         body = functools.partial(layer, gemm=gemm)
         return jax.shard_map(body, mesh=self.mesh, in_specs=EP, out_specs=EP, check_vma=False)
@@ -229,12 +229,15 @@ def run() -> kit.Tables:
         if devices[0].platform == "cpu":
             del layers["ragged_all_to_all"]  # XLA has it on GPUs and TPUs only
         whole = {name: problem.sharded(layer, gemm) for name, layer in layers.items()}
-        others = peers.levanter(mesh, gemm)
-        whole, programs = whole | {name: peer.layer for name, peer in others.items()}, {}
-        known = peers.PEERS | others
-        absent = [] if others else [{"layer": "levanter's grug ring", "why": "not installed"}]
+        others, absent = {}, []
+        try:
+            others = peers.levanter(mesh, gemm)
+        except ImportError as e:
+            absent.append({"layer": "levanter's grug ring", "why": f"not installed ({e})"})
         if importlib.util.find_spec("transformer_engine") is None:
             absent.append({"layer": "TransformerEngine EP", "why": "not installed"})
+        known = peers.PEERS | others
+        whole, programs = whole | {name: peer.layer for name, peer in others.items()}, {}
         arguments = {name: problem.arguments(ids) for name, ids in routings.items()}
         for name in (n for n in whole if n not in FLAGS.leave_out):
             try:

@@ -21,7 +21,6 @@ from jax import lax
 AXIS = "expert"  # of the mesh; levanter asks for this name
 Params = Mapping[str, jax.Array]
 Gemm = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-Layer = Callable[[jax.Array, jax.Array, jax.Array, Params, Gemm], jax.Array]
 Array = np.ndarray[Any, Any]
 
 
@@ -242,16 +241,14 @@ PEERS: dict[str, Peer] = {
 
 
 def levanter(mesh: jax.sharding.Mesh, gemm: Gemm) -> dict[str, Peer]:
-    """Levanter's grug ring with the same grouped GEMM, if it is installed; these layers take global arrays.
+    """Levanter's grug ring with the same grouped GEMM; these layers take global arrays. ImportError if it is absent.
 
     Its capacity is per rank, a multiple of the mean, and all of it is computed: R times the mean is exact. The weights
     of gate and up are joined first, as it wants them.
     """
-    try:
-        from levanter.grug import grug_moe  # pyright: ignore[reportMissingImports]
-        from levanter.grug._moe import ep_ring  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return {}
+    from levanter.grug import grug_moe  # pyright: ignore[reportMissingImports]
+    from levanter.grug._moe import ep_ring  # pyright: ignore[reportMissingImports]
+
     ep_ring.ragged_dot = gemm
 
     def layer(x: jax.Array, ids: jax.Array, w: jax.Array, params: Params, factor: float) -> jax.Array:
