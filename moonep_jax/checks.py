@@ -5,6 +5,7 @@ Errors say op, argument, got, expected and how to fix.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -85,8 +86,13 @@ def cast_together(spec: DomainSpec, tree: T) -> T:
 
     Outside the custom_vjp on purpose: the cast's transpose is the psum that a replicated operand's gradient needs.
     """
+    return vary_together(tree, spec.topology.axes)
+
+
+def vary_together(tree: T, axes: Iterable[str] = ()) -> T:
+    """Casts all arrays to the union of their varying axes and `axes`."""
     leaves, treedef = jax.tree.flatten(tree)
-    union = frozenset(spec.topology.axes).union(*(_compat.varying_axes(leaf) for leaf in leaves))
+    union = frozenset(axes).union(*(_compat.varying_axes(leaf) for leaf in leaves))
     order = [a for a in jax.sharding.get_abstract_mesh().axis_names if a in union]
 
     def cast(leaf: Any) -> Any:

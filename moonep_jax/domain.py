@@ -152,8 +152,8 @@ class Domain:
           params: {"gate": [epn, H, F], "up": [epn, H, F], "down": [epn, F, H]}, declared in EPConfig.weights.
           activation: of the gate.
           channel: as in `plan`.
-          grouped_gemm: (lhs [m, k], rhs [g, k, n], group_sizes [g]) -> [m, n]; None: lax.ragged_dot on CPU, Tokamax
-            on GPU where it is installed.
+          grouped_gemm: (lhs [m, k], rhs [g, k, n], group_sizes [g]) -> [m, n]; None: grouped_gemm.tiled_dot on CPU,
+            Tokamax on GPU where it is installed.
 
         Returns: [s, H] in the config's dtype.
         """

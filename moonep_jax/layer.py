@@ -1,7 +1,7 @@
 """A whole MoE layer: top-k routing, dispatch, SwiGLU experts by a grouped GEMM, combine. Built on ops.py alone.
 
-The grouped GEMM is pluggable because its best form differs: `jax.lax.ragged_dot` is right for CPUs, and multiplies
-every group by every row on GPUs, where Tokamax's kernel is taken if it is installed.
+The grouped GEMM is pluggable because its best form differs: `jax.lax.ragged_dot` multiplies every group by every row,
+on CPUs and GPUs alike. On CPUs grouped_gemm.py is taken, on GPUs Tokamax's kernel if it is installed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 
 from moonep_jax import checks, ops
 from moonep_jax.errors import OpError, message
+from moonep_jax.grouped_gemm import tiled_dot
 from moonep_jax.spec import DomainSpec
 
 GroupedGemm = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -26,7 +27,7 @@ GroupedGemm = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """lhs [m, k] by rhs [g, k, n] -> [m, n] through jax.lax.ragged_dot; group_sizes [g] int32.
 
-    The weights of empty groups are masked: the CPU lowering multiplies them too, and a slot that is not in use may hold
+    The weights of empty groups are masked: the lowering multiplies them too, and a slot that is not in use may hold
     any bytes, NaN included.
     """
     used = (group_sizes > 0)[:, None, None]
@@ -34,9 +35,9 @@ def ragged_dot(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> jax.Ar
 
 
 def default_grouped_gemm(platform: str) -> GroupedGemm:
-    """The grouped GEMM that `moe` uses when none is given: lax.ragged_dot on CPU, Tokamax on GPU where installed."""
+    """The grouped GEMM that `moe` uses when none is given: tiled_dot on CPU, Tokamax on GPU where installed."""
     if platform == "cpu":
-        return ragged_dot
+        return tiled_dot
     if importlib.util.find_spec("tokamax") is not None:
         return _tokamax()
     _warn_slow()

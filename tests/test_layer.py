@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from moonep_jax import layer
 from moonep_jax import reference as ref
+from moonep_jax.grouped_gemm import tiled_dot
 
 R = 4
 T = R * dense.TOKENS
@@ -166,8 +167,8 @@ def test_experts_without_rows_that_hold_nan(make_domain: Any) -> None:
     dense.close(y, expected({**a, "params": clean}, logits))
 
 
-def test_the_default_on_cpu_is_ragged_dot() -> None:
-    assert layer.default_grouped_gemm("cpu") is layer.ragged_dot
+def test_the_default_on_cpu_is_tiled_dot() -> None:
+    assert layer.default_grouped_gemm("cpu") is tiled_dot
 
 
 def test_the_default_on_gpu_without_tokamax_warns_once(monkeypatch: pytest.MonkeyPatch) -> None:
