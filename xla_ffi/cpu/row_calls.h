@@ -12,8 +12,8 @@
 
 #include "xla_ffi/common/operands.h"
 #include "xla_ffi/cpu/call.h"
-#include "xla_ffi/cpu/element.h"
 #include "xla_ffi/cpu/plan_rows.h"
+#include "xla_ffi/cpu/sum_rows.h"
 
 namespace moonep {
 
@@ -177,7 +177,7 @@ class CombineCall final : public RowCall {
     const int64_t per_rank = s_ * v.shape.topk;
     const bool exact = v.shape.exact;
     const size_t bytes = static_cast<size_t>(v.shape.row_bytes);
-    std::vector<float> sum(static_cast<size_t>(v.shape.hidden));
+    std::vector<Term> terms;
     for (int64_t row = 0; row < rows; ++row) {
       const int64_t id = src[row];
       if (id < 0) continue;
@@ -198,15 +198,12 @@ class CombineCall final : public RowCall {
         std::memcpy(to, Out(row, bytes), bytes);
         continue;
       }
-      WithElement(a_.args[5].type, [&](auto element) {
-        using E = decltype(element);
-        StartSum<E>(sum.data(), Out(row, bytes), v.shape.hidden, scale(row));
-        int64_t steps = 0;  // a corrupt chain may be a cycle
-        for (int32_t n = next[row]; n >= 0 && n < rows && steps < v.shape.topk; n = next[n], ++steps) {
-          AddRow<E>(sum.data(), Out(n, bytes), v.shape.hidden, scale(n));
-        }
-        StoreSum<E>(to, sum.data(), v.shape.hidden);
-      });
+      terms.clear();
+      // A corrupt chain may be a cycle.
+      for (int64_t n = row; n >= 0 && n < rows && static_cast<int64_t>(terms.size()) <= v.shape.topk; n = next[n]) {
+        terms.push_back({Out(n, bytes), scale(n)});
+      }
+      SumRows(a_.args[5].type, to, terms.data(), static_cast<int64_t>(terms.size()), v.shape.hidden);
     }
     return "";
   }
@@ -216,32 +213,23 @@ class CombineCall final : public RowCall {
     const int32_t topk = v.shape.topk;
     const bool exact = v.shape.exact;
     const float* returned = FloatsAt(v, v.rank, v.layout.return_weights);
-    std::vector<float> sum(static_cast<size_t>(v.shape.hidden));
-    WithElement(a_.args[5].type, [&](auto element) {
-      using E = decltype(element);
-      for (int64_t t = 0; t < s_; ++t) {
-        const int32_t* to = dst_rank + t * topk;
-        bool any = false;
-        for (int32_t k = 0; k < topk; ++k) {
-          if (exact ? to[k] < 0 : !IsPrimary(to, k)) continue;
-          const int64_t assignment = t * topk + k;
-          const float scale = exact && !returns_weights() ? returned[assignment] : 1.0f;
-          const std::byte* row = RowAt(v, v.rank, v.layout.returns, assignment);
-          if (any) {
-            AddRow<E>(sum.data(), row, v.shape.hidden, scale);
-          } else {
-            StartSum<E>(sum.data(), row, v.shape.hidden, scale);
-          }
-          any = true;
-        }
-        std::byte* y = a_.rets[0].raw() + t * v.shape.row_bytes;
-        if (any) {
-          StoreSum<E>(y, sum.data(), v.shape.hidden);
-        } else {
-          std::memset(y, 0, static_cast<size_t>(v.shape.row_bytes));
-        }
+    std::vector<Term> terms;
+    for (int64_t t = 0; t < s_; ++t) {
+      const int32_t* to = dst_rank + t * topk;
+      terms.clear();
+      for (int32_t k = 0; k < topk; ++k) {
+        if (exact ? to[k] < 0 : !IsPrimary(to, k)) continue;
+        const int64_t assignment = t * topk + k;
+        const float scale = exact && !returns_weights() ? returned[assignment] : 1.0f;
+        terms.push_back({RowAt(v, v.rank, v.layout.returns, assignment), scale});
       }
-    });
+      std::byte* y = a_.rets[0].raw() + t * v.shape.row_bytes;
+      if (terms.empty()) {
+        std::memset(y, 0, static_cast<size_t>(v.shape.row_bytes));
+      } else {
+        SumRows(a_.rets[0].type, y, terms.data(), static_cast<int64_t>(terms.size()), v.shape.hidden);
+      }
+    }
     if (returns_weights()) {
       float* home = a_.rets[1].f32();
       for (int64_t i = 0; i < s_ * topk; ++i) home[i] = dst_rank[i] >= 0 ? returned[i] : 0.0f;

@@ -145,7 +145,10 @@ class ReduceGradCall final : public WeightCall {
     for (size_t leaf = 0; leaf < leaf_bytes_.size(); ++leaf) {
       if (In(leaf, 0) == Out(leaf, 0)) continue;
       const int64_t rows = std::min(a_.args[leaf + 2].dims[0], a_.rets[leaf].dims[0]);
-      std::memcpy(Out(leaf, 0), In(leaf, 0), static_cast<size_t>(rows * leaf_bytes_[leaf]));
+      for (int64_t row = 0; row < rows; ++row) {
+        if (row < v.shape.epn() && replicated(v, row)) continue;  // its sum is written once, by CopyOut
+        std::memcpy(Out(leaf, row), In(leaf, row), static_cast<size_t>(leaf_bytes_[leaf]));
+      }
     }
     return "";
   }
@@ -167,30 +170,32 @@ class ReduceGradCall final : public WeightCall {
 
   std::string CopyOut(const RankView& v, int64_t round) override {
     const int32_t epn = v.shape.epn();
-    std::vector<float> sum;
+    std::vector<Term> terms;
     for (const Piece& p : Pieces(round)) {
       const Array& leaf = a_.rets[p.leaf];
-      const int64_t n = p.bytes / leaf.item_bytes;
-      sum.resize(static_cast<size_t>(n));
       for (int32_t e = 0; e < epn; ++e) {
-        std::byte* grad = Out(p.leaf, e) + p.offset;
-        WithElement(leaf.type, [&](auto element) {
-          using E = decltype(element);
-          bool replicated = false;
-          for (int32_t r = 0; r < v.shape.ranks; ++r) {
-            for (int32_t slot = 0; slot < epn; ++slot) {
-              if (SlotExpert(v, r, slot) != v.rank * epn + e) continue;
-              if (!replicated) StartSum<E>(sum.data(), grad, n, 1.0f);
-              replicated = true;
-              traffic.bytes += p.bytes;
-              AddRow<E>(sum.data(), Stage(v, r, slot) + p.stage, n, 1.0f);
-            }
+        terms.assign(1, {In(p.leaf, e) + p.offset, 1.0f});
+        for (int32_t r = 0; r < v.shape.ranks; ++r) {
+          for (int32_t slot = 0; slot < epn; ++slot) {
+            if (SlotExpert(v, r, slot) != v.rank * epn + e) continue;
+            terms.push_back({Stage(v, r, slot) + p.stage, 1.0f});
           }
-          if (replicated) StoreSum<E>(grad, sum.data(), n);
-        });
+        }
+        if (terms.size() == 1) continue;
+        traffic.bytes += static_cast<int64_t>(terms.size() - 1) * p.bytes;
+        SumRows(leaf.type, Out(p.leaf, e) + p.offset, terms.data(), static_cast<int64_t>(terms.size()),
+                p.bytes / leaf.item_bytes);
       }
     }
     return "";
+  }
+
+ private:
+  // Whether some rank holds a replica of this rank's expert e.
+  bool replicated(const RankView& v, int64_t e) const {
+    const int32_t* slots = a_.args[0].i32();
+    const int32_t id = v.rank * v.shape.epn() + static_cast<int32_t>(e);
+    return std::find(slots, slots + v.shape.experts, id) != slots + v.shape.experts;
   }
 };
 
