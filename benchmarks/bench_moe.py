@@ -215,7 +215,8 @@ def run() -> kit.Tables:
     if FLAGS.experts % len(devices):
         raise app.UsageError(f"{FLAGS.experts} experts do not divide among {len(devices)} devices")
     shape = Shape(len(devices), FLAGS.tokens, FLAGS.topk, FLAGS.experts, FLAGS.hidden)
-    mesh = jax.sharding.Mesh(np.array(devices), (peers.AXIS,))
+    # Explicit: grug's layers ask for it, the others do not care.
+    mesh = jax.sharding.Mesh(np.array(devices), (peers.AXIS,), axis_types=(jax.sharding.AxisType.Explicit,))
     routings = ids_of(shape)
     problem = Problem(mesh, shape, FLAGS.ffn, FLAGS.dtype)
     weights = {name: (p.shape[1:], FLAGS.dtype) for name, p in problem.params.items()}
