@@ -32,7 +32,65 @@ class Part(NamedTuple):
     about: str
 
 
-PARTS: tuple[Part, ...] = ()
+PARTS = (
+    Part(
+        "moe",
+        "bench_moe",
+        ("--repeats=7",),
+        "One MoE layer beside its peers, 8 ranks",
+        "512 tokens a rank: GEMMs outweigh the copies of expert weights. `ring` is the exact peer; all_to_all with room "
+        "for everything is exact, too, and with a capacity it drops.",
+    ),
+    Part(
+        "moe_4",
+        "bench_moe",
+        ("--devices=4", "--repeats=7", "--maxvio=0,2,16", "--routings=one_home"),
+        "The same on 4 ranks",
+        "Fewer ranks: a ring gathers less, and moves less than ours when nothing is uneven.",
+    ),
+    Part(
+        "moe_small",
+        "bench_moe",
+        ("--tokens=128", "--hidden=512", "--repeats=7", "--maxvio=0,2,16", "--routings=one_home"),
+        "Where a peer wins: few tokens for large experts",
+        "32 rows an expert: copying the weights of moved experts costs more than the rows that it evens out.",
+    ),
+    Part(
+        "memory",
+        "bench_memory",
+        (),
+        "Rows and bytes",
+        "",
+    ),
+    Part(
+        "planner",
+        "bench_planner",
+        (),
+        "Plans: time, quality, when they pay",
+        "",
+    ),
+    Part(
+        "ops",
+        "bench_ops",
+        ("--sweeps=tokens,ranks,decode", "--repeats=7"),
+        "Each op by itself",
+        "",
+    ),
+    Part(
+        "prefetch",
+        "bench_prefetch",
+        ("--repeats=7",),
+        "The prefetch table, at a quarter of its sizes",
+        "",
+    ),
+    Part(
+        "setup",
+        "bench_setup",
+        ("--repeats=7",),
+        "Setup, close, compiling, import",
+        "",
+    ),
+)
 
 
 def run(part: Part, out: Path) -> str:
