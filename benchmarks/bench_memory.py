@@ -13,11 +13,10 @@
 
   Bytes of the others are their receive buffers only. Ours are everything: the symmetric chunk, once per domain however
   many layers use it, and what the ops return in a layer - rows, plan, and weights in slots.
-* **measured** on this machine's CPU devices, a small layer of each kind, forward and backward, with experts that are
-  only a silu, so that the exchange and its buffers are left, and with SwiGLU experts (`lax.ragged_dot` on CPUs makes
-  the rows once per group, which outweighs all else): XLA's own account per device (`memory_analysis`), beside it ours
-  with the chunk, and the growth of the peak of resident memory from compiled to run, of all devices, in a process of
-  its own for each layer (benchmarks/static_layers.py).
+* **measured** on this machine's CPU devices, a small layer of each kind, forward and backward, with experts that have
+  no GEMM, so that the exchange and its buffers are left, and with SwiGLU experts: XLA's own account per device
+  (`memory_analysis`), beside it ours with the chunk, and the growth of the peak of resident memory from compiled to
+  run, of all devices, in a process of its own for each layer (benchmarks/static_layers.py).
 
 Where E is no multiple of R, idle experts fill it up.
 """
@@ -41,7 +40,7 @@ from absl import flags
 from jax.sharding import PartitionSpec as P
 
 import moonep_jax as moonep
-from benchmarks import kit, static_layers
+from benchmarks import kit, peers, static_layers
 from benchmarks import plan_quality as pq
 from benchmarks.models import BY_NAME, MODELS, Model
 from moonep_jax import backends, native, ops
@@ -185,9 +184,9 @@ def layer_config(gemm: bool) -> moonep.EPConfig:
 
 def with_layer(name: str, gemm: bool, use: Callable[[Any, Any, int], kit.Row]) -> kit.Row:
     """use(compiled gradient step, its arguments, bytes of the symmetric chunk of a rank) of a layer on all devices."""
-    mesh = jax.make_mesh((jax.device_count(),), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+    mesh = jax.make_mesh((jax.device_count(),), (peers.AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     c = layer_config(gemm)
-    sharding = jax.sharding.NamedSharding(mesh, P("ep"))
+    sharding = jax.sharding.NamedSharding(mesh, P(peers.AXIS))
     rng = np.random.default_rng(0)
 
     def split(*shape: int) -> jax.Array:
@@ -206,21 +205,22 @@ def with_layer(name: str, gemm: bool, use: Callable[[Any, Any, int], kit.Row]) -
             return jnp.sum(layer(x, logits, params) ** 2)
 
         body = jax.grad(loss, argnums=(0, 1, 2))
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False)
+        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(peers.AXIS), out_specs=P(peers.AXIS), check_vma=False)
         return jax.jit(mapped).lower(*args).compile()
 
     if name == "ours":
-        with moonep.setup(mesh, "ep", c) as ep:
+        with moonep.setup(mesh, peers.AXIS, c) as ep:
             layer = ep.moe if gemm else functools.partial(exchange_only, ep)
             return use(step(layer), args, ep.stats()["bytes_per_rank"]["total"])
     return use(step(functools.partial(getattr(static_layers, name), K=c.topk)), args, 0)
 
 
 def exchange_only(ep: moonep.Domain, x: jax.Array, logits: jax.Array, _: None) -> jax.Array:
-    """ep.moe with a silu for experts."""
+    """ep.moe with experts that have no GEMM."""
     top, ids = jax.lax.top_k(logits, ep.spec.config.topk)
     d = ep.dispatch(x, ids.astype(np.int32), jax.nn.softmax(top, axis=-1))
-    return ep.combine(d.plan, jax.nn.silu(d.hidden), d.weights)
+    params, gemm = static_layers.experts(ep.spec.experts_per_rank, None)
+    return ep.combine(d.plan, peers.swiglu(d.hidden, d.group_sizes, params, gemm), d.weights)
 
 
 def measured() -> list[kit.Row]:
@@ -330,7 +330,7 @@ def show(record: dict[str, Any]) -> str:
     found = [
         row
         | {f"{k}_MB": _mb(row[k]) for k in ("temp", "arguments", "results", "chunk", "peak")}
-        | {"sum_MB": (row["temp"] + row["chunk"]) / 1e6, "experts": "SwiGLU" if row["gemm"] else "silu"}
+        | {"sum_MB": (row["temp"] + row["chunk"]) / 1e6, "experts": "SwiGLU" if row["gemm"] else "no GEMM"}
         | {"sum_ratio": (row["temp"] + row["chunk"]) / (own[row["gemm"]]["temp"] + own[row["gemm"]]["chunk"])}
         | {"peak_ratio": row["peak"] / own[row["gemm"]]["peak"] if row["peak"] else None}
         for row in tables["measured"]

@@ -38,7 +38,7 @@ from absl import flags
 from jax.sharding import PartitionSpec as P
 
 import moonep_jax as moonep
-from benchmarks import kit, static_layers
+from benchmarks import kit, peers, static_layers
 
 FLAGS = flags.FLAGS
 FLAGS.set_default("devices", 16)
@@ -66,7 +66,7 @@ def run() -> kit.Tables:
 
 def mesh_of(ranks: int) -> jax.sharding.Mesh:
     """A mesh over the first devices."""
-    return jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("ep",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.sharding.Mesh(np.array(jax.devices()[:ranks]), (peers.AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
 
 
 def config(tokens: int, hidden: int, width: int) -> moonep.EPConfig:
@@ -78,12 +78,14 @@ def config(tokens: int, hidden: int, width: int) -> moonep.EPConfig:
 
 def on_ranks(body: Callable[..., Any], mesh: jax.sharding.Mesh) -> Any:
     """jit(shard_map) of one rank's part; arguments and results are split along their first axis."""
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(peers.AXIS), out_specs=P(peers.AXIS), check_vma=False))
 
 
 def split(mesh: jax.sharding.Mesh, array: Any) -> jax.Array:
     """A global array, split along its first axis."""
-    return jax.make_array_from_callback(array.shape, jax.sharding.NamedSharding(mesh, P("ep")), lambda at: array[at])
+    return jax.make_array_from_callback(
+        array.shape, jax.sharding.NamedSharding(mesh, P(peers.AXIS)), lambda at: array[at]
+    )
 
 
 # -- setup, close and memory -------------------------------------------------------------------------------------------
@@ -112,7 +114,7 @@ def threads() -> int:
 def setup_row(ranks: int) -> kit.Row:
     """Setup and close on the first `ranks` devices, and what they hold."""
     mesh, fixed = mesh_of(ranks), config(FLAGS.tokens, FLAGS.hidden, FLAGS.width)
-    moonep.setup(mesh, "ep", fixed).close()  # the process's first one pays for others
+    moonep.setup(mesh, peers.AXIS, fixed).close()  # the process's first one pays for others
     taken: dict[str, list[float]] = {"setup": [], "close": [], "psum": []}
 
     def timed(name: str, call: Callable[[], Any]) -> Any:
@@ -124,13 +126,13 @@ def setup_row(ranks: int) -> kit.Row:
 
     one = split(mesh, np.ones(ranks, np.float32))
     for i in range(FLAGS.repeats):
-        ep = timed("setup", lambda: moonep.setup(mesh, "ep", fixed))
+        ep = timed("setup", lambda: moonep.setup(mesh, peers.AXIS, fixed))
         timed("close", ep.close)
         # A constant of its own: nothing that was compiled before can be taken.
-        body = functools.partial(lambda i, x: jax.lax.psum(x * (i + ranks * 1000), "ep"), i)
+        body = functools.partial(lambda i, x: jax.lax.psum(x * (i + ranks * 1000), peers.AXIS), i)
         timed("psum", lambda: jax.block_until_ready(on_ranks(body, mesh)(one)))
     before = threads()
-    with moonep.setup(mesh, "ep", fixed) as ep:
+    with moonep.setup(mesh, peers.AXIS, fixed) as ep:
         started = threads() - before
         named = ep.stats()["bytes_per_rank"]["total"]
         after_setup = resident(ep)
@@ -194,7 +196,7 @@ def domain_rows() -> list[kit.Row]:
         last, alive = list[float](), list[moonep.Domain]()
         for _ in range(count):
             begin = time.perf_counter()
-            alive.append(moonep.setup(mesh, "ep", fixed))
+            alive.append(moonep.setup(mesh, peers.AXIS, fixed))
             last.append((time.perf_counter() - begin) * 1e3)
         plan = on_ranks(lambda ids: alive[0].plan(ids).dst_row, mesh)
         named = alive[0].stats()["bytes_per_rank"]["total"]
@@ -226,7 +228,7 @@ def jit_rows() -> list[kit.Row]:
     params = {
         n: split(mesh, rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)) for n, shape in leaves.items()
     }
-    jax.block_until_ready(on_ranks(lambda x: jax.lax.psum(x, "ep"), mesh)(x))  # XLA's own first time
+    jax.block_until_ready(on_ranks(lambda x: jax.lax.psum(x, peers.AXIS), mesh)(x))  # XLA's own first time
 
     def layer(ep: moonep.Domain | None) -> Callable[..., jax.Array]:
         if ep is None:
@@ -243,7 +245,7 @@ def jit_rows() -> list[kit.Row]:
 
     rows = list[kit.Row]()
     kinds = ("first", "new function", "another domain", "again")
-    with moonep.setup(mesh, "ep", config(s, H, F)) as a, moonep.setup(mesh, "ep", config(s, H, F)) as b:
+    with moonep.setup(mesh, peers.AXIS, config(s, H, F)) as a, moonep.setup(mesh, peers.AXIS, config(s, H, F)) as b:
         for backward in (False, True):
             spent: dict[tuple[str, str], list[dict[str, float]]] = {}
             for turn in range(1 + FLAGS.jit_repeats):

@@ -38,8 +38,8 @@ PARTS = (
         "bench_moe",
         ("--repeats=7",),
         "One MoE layer beside its peers, 8 ranks",
-        "512 tokens a rank: GEMMs outweigh the copies of expert weights. `ring` is the exact peer; all_to_all with room "
-        "for everything is exact, too, and with a capacity it drops.",
+        "512 tokens a rank: GEMMs outweigh the copies of expert weights. `ring` is the exact peer; all_to_all is exact "
+        "with room for everything, and drops with a capacity.",
     ),
     Part(
         "moe_4",

@@ -21,8 +21,8 @@ pytestmark = [
 ]
 
 TINY = {
-    "bench_moe": "--tokens=16 --hidden=16 --ffn=8 --experts=16 --devices=4 --maxvio=0,2 --routings=one_home --repeats=1 "
-    "--leave_out=",
+    "bench_moe": "--tokens=16 --hidden=16 --ffn=8 --experts=16 --devices=4 --maxvio=0,2 --repeats=1 "
+    "--routings=one_home --leave_out=",
     "bench_ops": "--devices=2 --tokens=1 --hidden=16 --experts=4 --topk=2 --sweeps=tokens --repeats=1 --loop=2",
     "bench_prefetch": "--devices=2 --processes=2 --scale=64 --repeats=1 --loop=2 --configs=slots_1,full_3x8",
     "bench_planner": "--devices=4 --tokens=64 --group_tokens=256 --ranks=2,8 --show_ranks=8 --models=E64,Kimi-K3 "
