@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,11 @@ class Run:
 
     def tails(self) -> str:
         return "".join(p.tail() for p in self.processes)
+
+
+def one_fast(names: Iterable[str], fast: str) -> list[Any]:
+    """Parameters of a test or fixture, all but one of which are marked slow."""
+    return [name if name == fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
 def _free_port() -> int:

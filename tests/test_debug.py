@@ -167,7 +167,7 @@ def rows_of(rng: np.random.Generator) -> tuple[Any, Any, Any]:
     return rng.standard_normal((4, 8, 8), np.float32), IDS, rng.random((4, 8, 3), np.float32)
 
 
-@pytest.mark.parametrize("bit", [0, 15, 31])
+@pytest.mark.parametrize("bit", [pytest.param(0, marks=pytest.mark.slow), 15, pytest.param(31, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("result", [0, 1], ids=["hidden", "weights"])
 def test_a_flipped_bit_of_dispatch(make_domain: Any, monkeypatch: Any, result: int, bit: int) -> None:
     rank, row, source = cross_row()
@@ -186,7 +186,7 @@ def test_a_row_that_should_be_zero(make_domain: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in moonep.spec.PLAN_ARRAYS if n != "ticket"])
-@pytest.mark.parametrize("bit", [0, 2, 30])
+@pytest.mark.parametrize("bit", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(30, marks=pytest.mark.slow)])
 def test_a_flipped_bit_of_a_plan(make_domain: Any, monkeypatch: Any, name: str, bit: int) -> None:
     """On rank 2, in an entry that is in use: the plan's own rules see it, or dispatch does."""
     result = moonep.spec.PLAN_ARRAYS.index(name)
