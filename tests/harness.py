@@ -72,9 +72,9 @@ class Run:
         return "".join(p.tail() for p in self.processes)
 
 
-def one_fast(names: Iterable[str], fast: str) -> list[Any]:
+def one_fast(values: Iterable[Any], fast: Any) -> list[Any]:
     """Parameters of a test or fixture, all but one of which are marked slow."""
-    return [name if name == fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+    return [value if value == fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def _free_port() -> int:

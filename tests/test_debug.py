@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cases import ROUTINGS, Shape, routing
 from conftest import make_mesh
-from harness import launch
+from harness import launch, one_fast
 from jax.sharding import PartitionSpec as P
 from planted import flip
 from steps import call, check_step, per_rank, same_bits, whole_step
@@ -93,7 +93,7 @@ def test_clean_weights(make_domain: Any) -> None:
     ep.check()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", one_fast([True, False], True))
 @pytest.mark.parametrize("build", [by_moe, by_hand])
 def test_clean_layer_replicated_over_data(make_domain: Any, build: Any, check_vma: bool) -> None:
     mesh = make_mesh((2, 4), ("data", "ep"))
@@ -104,7 +104,7 @@ def test_clean_layer_replicated_over_data(make_domain: Any, build: Any, check_vm
     ep.check()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", one_fast([True, False], True))
 def test_clean_under_remat_and_scan(make_domain: Any, check_vma: bool) -> None:
     """jax.checkpoint of the body of a scan, and its gradient."""
     ep = make_domain(4, **dense.config())
@@ -167,7 +167,7 @@ def rows_of(rng: np.random.Generator) -> tuple[Any, Any, Any]:
     return rng.standard_normal((4, 8, 8), np.float32), IDS, rng.random((4, 8, 3), np.float32)
 
 
-@pytest.mark.parametrize("bit", [pytest.param(0, marks=pytest.mark.slow), 15, pytest.param(31, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bit", one_fast([0, 15, 31], 15))
 @pytest.mark.parametrize("result", [0, 1], ids=["hidden", "weights"])
 def test_a_flipped_bit_of_dispatch(make_domain: Any, monkeypatch: Any, result: int, bit: int) -> None:
     rank, row, source = cross_row()
@@ -186,7 +186,7 @@ def test_a_row_that_should_be_zero(make_domain: Any, monkeypatch: Any) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in moonep.spec.PLAN_ARRAYS if n != "ticket"])
-@pytest.mark.parametrize("bit", [pytest.param(0, marks=pytest.mark.slow), 2, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bit", one_fast([0, 2, 30], 2))
 def test_a_flipped_bit_of_a_plan(make_domain: Any, monkeypatch: Any, name: str, bit: int) -> None:
     """On rank 2, in an entry that is in use: the plan's own rules see it, or dispatch does."""
     result = moonep.spec.PLAN_ARRAYS.index(name)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import STRICT, _free_port
+from harness import STRICT, _free_port, one_fast
 from memory_kit import outputs_of
 from test_doctor import check_json
 
@@ -52,7 +52,7 @@ def test_jax_without_devices() -> None:
     assert code == 1 and "NOT usable" in out and "FAIL devices" in out and "-> set JAX_PLATFORMS=cpu" in out
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", one_fast([False, True], False))
 def test_several_processes_make_one_table(broken: bool) -> None:
     where = f"127.0.0.1:{_free_port()}"
     processes = [

@@ -151,8 +151,8 @@ def plain_codes(how: str, out: Path) -> list[int | None]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("where", ["inside", pytest.param("without close", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how", ["raise", pytest.param("exit", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("where", one_fast(["inside", "without close"], "inside"))
+@pytest.mark.parametrize("how", one_fast(["raise", "exit"], "raise"))
 def test_leaving_has_the_exit_code_that_jax_gives(how: str, where: str, tmp_path: Path, shared: Path) -> None:
     """One of two processes leaves early: inside the context, or with an open domain while the other closes its own."""
     args = {"how": f"{how} {where}", "domain": True}
