@@ -64,6 +64,7 @@ def test_clean_rows(make_domain: Any, shape: Shape, fields: Any) -> None:
     ep.check()
 
 
+@pytest.mark.slow
 def test_clean_weights(make_domain: Any) -> None:
     """Both forms of leaves, of float and other dtypes, forward and backward, in the smallest stage."""
     leaves = {**LEAVES, "scalar": ((), np.float32), "ids": ((2,), np.int32), "mask": ((5,), np.bool_)}
@@ -94,7 +95,7 @@ def test_clean_weights(make_domain: Any) -> None:
 
 
 @pytest.mark.parametrize("check_vma", one_fast([True, False], True))
-@pytest.mark.parametrize("build", [by_moe, by_hand])
+@pytest.mark.parametrize("build", one_fast([by_moe, by_hand], by_moe))
 def test_clean_layer_replicated_over_data(make_domain: Any, build: Any, check_vma: bool) -> None:
     mesh = make_mesh((2, 4), ("data", "ep"))
     ep = make_domain(mesh, **dense.config())
@@ -185,7 +186,7 @@ def test_a_row_that_should_be_zero(make_domain: Any, monkeypatch: Any) -> None:
     assert text.startswith(f"dispatch: rows that hold no token are not zero; got 1 on rank {rank}"), text
 
 
-@pytest.mark.parametrize("name", [n for n in moonep.spec.PLAN_ARRAYS if n != "ticket"])
+@pytest.mark.parametrize("name", one_fast([n for n in moonep.spec.PLAN_ARRAYS if n != "ticket"], "dst_row"))
 @pytest.mark.parametrize("bit", one_fast([0, 2, 30], 2))
 def test_a_flipped_bit_of_a_plan(make_domain: Any, monkeypatch: Any, name: str, bit: int) -> None:
     """On rank 2, in an entry that is in use: the plan's own rules see it, or dispatch does."""
