@@ -6,6 +6,7 @@ with moonep.setup(mesh, "ep", moonep.EPConfig(...)) as ep:  # before jit
     ...  # ep.plan, ep.dispatch, ep.prefetch, ep.combine, ep.moe inside jax.shard_map over the mesh
 """
 
+from moonep_jax._compat import warn_if_untested
 from moonep_jax.config import EPConfig
 from moonep_jax.domain import Domain, setup
 from moonep_jax.errors import ConfigError, DomainError, MoonEPError, OpError, SetupError
@@ -25,3 +26,5 @@ __all__ = [
     "__version__",
     "setup",
 ]
+
+warn_if_untested()  # once: a module is imported once

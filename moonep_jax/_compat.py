@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import jax
+
+# -- versions ----------------------------------------------------------------------------------------------------------
+
+TESTED: Final = ((0, 10, 2), (0, 12, 0))  # the oldest and the newest jax that CI runs; a fourth number is a rebuild
+
+
+def warn_if_untested(version: tuple[int, ...] = jax.__version_info__) -> None:
+    """Warns when jax is newer than what was tested. No error: most releases change nothing that matters here."""
+    # jax refuses a jaxlib newer than itself, so its own number says it for both.
+    if version[:3] > TESTED[1]:
+        oldest, newest, this = (".".join(map(str, v)) for v in (*TESTED, version))
+        warnings.warn(
+            f"moonep_jax is tested with jax {oldest} to {newest}, and this is {this}; use jax {newest} if something "
+            "fails, or ignore this UserWarning",
+            stacklevel=3,
+        )
+
 
 # -- jax.distributed, callbacks ----------------------------------------------------------------------------------------
 

@@ -37,6 +37,9 @@ def module(platform: str) -> Any:
         fix = "use a mesh of CPU devices or NVIDIA GPUs"
         raise ConfigError(message("setup", "no backend for this platform", repr(platform), list(_MODULES), fix))
     if _MODULES[platform] is None:
-        fix = "install moonep_jax again where nvcc (CUDA 13) is in PATH, or use CPU devices (JAX_PLATFORMS=cpu)"
+        fix = (
+            "install moonep_jax again with nvcc (CUDA 13) in PATH or MOONEP_NVCC_FROM_PYPI=1, or use CPU devices "
+            "(JAX_PLATFORMS=cpu)"
+        )
         raise ConfigError(message("setup", "the CUDA module is missing", "a build without nvcc", "_ffi_cuda", fix))
     return _MODULES[platform]

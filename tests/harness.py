@@ -16,13 +16,15 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 TESTS = Path(__file__).parent
+# A jax newer than any that was tested is not what a test is about.
+STRICT = ("-W", "error", "-W", "ignore:moonep_jax is tested with")
 _TAIL = 6000  # characters of a failing process's output to show
 # NVLink multicast is the whole host's: a test must not be able to take it.
 _NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -68,6 +70,11 @@ class Run:
 
     def tails(self) -> str:
         return "".join(p.tail() for p in self.processes)
+
+
+def one_fast(values: Iterable[Any], fast: Any) -> list[Any]:
+    """Parameters of a test or fixture, all but one of which are marked slow."""
+    return [value if value == fast else pytest.param(value, marks=pytest.mark.slow) for value in values]
 
 
 def _free_port() -> int:
@@ -138,7 +145,7 @@ def launch(
             with open(out / f"{index}.out", "wb") as stdout, open(out / f"{index}.err", "wb") as stderr:
                 started.append(
                     subprocess.Popen(
-                        [sys.executable, "-W", "error", "-m", "workers", json.dumps(spec)],
+                        [sys.executable, *STRICT, "-m", "workers", json.dumps(spec)],
                         env=base | (dict(process_env(index)) if process_env else {}),
                         cwd=out,
                         stdin=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cases import ROUTINGS, Shape, routing
 from conftest import make_mesh
-from harness import launch
+from harness import launch, one_fast
 from jax.sharding import PartitionSpec as P
 from planted import flip
 from steps import call, check_step, per_rank, same_bits, whole_step
@@ -64,6 +64,7 @@ def test_clean_rows(make_domain: Any, shape: Shape, fields: Any) -> None:
     ep.check()
 
 
+@pytest.mark.slow
 def test_clean_weights(make_domain: Any) -> None:
     """Both forms of leaves, of float and other dtypes, forward and backward, in the smallest stage."""
     leaves = {**LEAVES, "scalar": ((), np.float32), "ids": ((2,), np.int32), "mask": ((5,), np.bool_)}
@@ -93,8 +94,8 @@ def test_clean_weights(make_domain: Any) -> None:
     ep.check()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("build", [by_moe, by_hand])
+@pytest.mark.parametrize("check_vma", one_fast([True, False], True))
+@pytest.mark.parametrize("build", one_fast([by_moe, by_hand], by_moe))
 def test_clean_layer_replicated_over_data(make_domain: Any, build: Any, check_vma: bool) -> None:
     mesh = make_mesh((2, 4), ("data", "ep"))
     ep = make_domain(mesh, **dense.config())
@@ -104,7 +105,7 @@ def test_clean_layer_replicated_over_data(make_domain: Any, build: Any, check_vm
     ep.check()
 
 
-@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("check_vma", one_fast([True, False], True))
 def test_clean_under_remat_and_scan(make_domain: Any, check_vma: bool) -> None:
     """jax.checkpoint of the body of a scan, and its gradient."""
     ep = make_domain(4, **dense.config())
@@ -167,7 +168,7 @@ def rows_of(rng: np.random.Generator) -> tuple[Any, Any, Any]:
     return rng.standard_normal((4, 8, 8), np.float32), IDS, rng.random((4, 8, 3), np.float32)
 
 
-@pytest.mark.parametrize("bit", [0, 15, 31])
+@pytest.mark.parametrize("bit", one_fast([0, 15, 31], 15))
 @pytest.mark.parametrize("result", [0, 1], ids=["hidden", "weights"])
 def test_a_flipped_bit_of_dispatch(make_domain: Any, monkeypatch: Any, result: int, bit: int) -> None:
     rank, row, source = cross_row()
@@ -185,8 +186,8 @@ def test_a_row_that_should_be_zero(make_domain: Any, monkeypatch: Any) -> None:
     assert text.startswith(f"dispatch: rows that hold no token are not zero; got 1 on rank {rank}"), text
 
 
-@pytest.mark.parametrize("name", [n for n in moonep.spec.PLAN_ARRAYS if n != "ticket"])
-@pytest.mark.parametrize("bit", [0, 2, 30])
+@pytest.mark.parametrize("name", one_fast([n for n in moonep.spec.PLAN_ARRAYS if n != "ticket"], "dst_row"))
+@pytest.mark.parametrize("bit", one_fast([0, 2, 30], 2))
 def test_a_flipped_bit_of_a_plan(make_domain: Any, monkeypatch: Any, name: str, bit: int) -> None:
     """On rank 2, in an entry that is in use: the plan's own rules see it, or dispatch does."""
     result = moonep.spec.PLAN_ARRAYS.index(name)

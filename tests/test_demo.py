@@ -16,6 +16,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from harness import STRICT
 
 from moonep_jax.__main__ import main
 from moonep_jax.demo import model, report, text
@@ -28,7 +29,7 @@ LIMIT = 200  # seconds for one command
 def demo(*options: str, code: str = "") -> subprocess.CompletedProcess[str]:
     """Runs the command; with `code`, in an interpreter that runs the code first."""
     start = ["-c", f"{code}\nimport sys; from moonep_jax.__main__ import main; sys.exit(main())"] if code else []
-    command = [sys.executable, "-W", "error", *(start or ["-m", "moonep_jax"]), "demo", *options]
+    command = [sys.executable, *STRICT, *(start or ["-m", "moonep_jax"]), "demo", *options]
     return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from harness import _free_port
+from harness import STRICT, _free_port, one_fast
 from memory_kit import outputs_of
 from test_doctor import check_json
 
@@ -20,7 +20,7 @@ LIMIT = 120  # seconds for one command
 def start(*options: str, **variables: str) -> subprocess.Popen[str]:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("MOONEP_", "XLA_", "JAX_"))}
     env |= {"JAX_PLATFORMS": "cpu", **variables}
-    line = [sys.executable, "-W", "error", "-m", "moonep_jax", "doctor", *options]
+    line = [sys.executable, *STRICT, "-m", "moonep_jax", "doctor", *options]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
 
@@ -52,7 +52,7 @@ def test_jax_without_devices() -> None:
     assert code == 1 and "NOT usable" in out and "FAIL devices" in out and "-> set JAX_PLATFORMS=cpu" in out
 
 
-@pytest.mark.parametrize("broken", [False, True])
+@pytest.mark.parametrize("broken", one_fast([False, True], False))
 def test_several_processes_make_one_table(broken: bool) -> None:
     where = f"127.0.0.1:{_free_port()}"
     processes = [

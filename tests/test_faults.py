@@ -20,7 +20,7 @@ import pytest
 from harness import Run, launch
 from workers.faults import INSIDE, LIMIT_S, OPS, PHASES, SETUP_S, STOPPED_S
 
-pytestmark = pytest.mark.multiprocess
+pytestmark = [pytest.mark.multiprocess, pytest.mark.slow]
 
 FAULTS = ("kill", "exit", "stop", "raise", "skip")
 DIES = {"kill": [*PHASES, *INSIDE], "exit": list(PHASES)}  # a process is lost in each phase

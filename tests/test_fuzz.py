@@ -12,6 +12,7 @@ import fuzz_steps
 import gpu_kit
 import numpy as np
 import pytest
+from harness import one_fast
 
 from moonep_jax import reference as ref
 
@@ -25,7 +26,7 @@ def test_planner(seed: int, capsys: Any) -> None:
     assert f"seed {seed}" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("seed", [FIXED, RANDOM], ids=["fixed", "random"])
+@pytest.mark.parametrize("seed", one_fast([FIXED, RANDOM], FIXED), ids=["fixed", "random"])
 def test_steps(seed: int) -> None:
     done = fuzz.run_part("steps", lambda n: fuzz.steps(seed, n, 15), 3.0, lambda done: done["steps"] >= 15)
     assert done["steps"] % 15 == 0

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_mesh
-from harness import launch
+from harness import launch, one_fast
 from jax.sharding import PartitionSpec as P
 from memory_kit import nothing_left_open
 from setup_kit import CONFIG, STEPS, Job, at, job_of, refused, with_payload
@@ -91,6 +91,7 @@ def job_fixture(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         yield job
 
 
+@pytest.mark.slow
 def test_setups_of_three_simulated_processes(job: Job) -> None:
     first: dict[str, Any] = {}
     for cycle in range(500 if FULL else 100):
@@ -101,6 +102,7 @@ def test_setups_of_three_simulated_processes(job: Job) -> None:
     assert job.store.keys() == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", STEPS)
 def test_setups_that_fail_at(job: Job, step: str) -> None:
     """A process in turn says nonsense in a step, or cannot reach the store, after it has done its part of the step."""
@@ -124,6 +126,7 @@ def test_setups_that_fail_at(job: Job, step: str) -> None:
 # -- real processes ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.multiprocess
 @pytest.mark.timeout(900)
 def test_cycles_of_two_processes(tmp_path: Path) -> None:
@@ -148,8 +151,8 @@ def plain_codes(how: str, out: Path) -> list[int | None]:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("where", ["inside", "without close"])
-@pytest.mark.parametrize("how", ["raise", "exit"])
+@pytest.mark.parametrize("where", one_fast(["inside", "without close"], "inside"))
+@pytest.mark.parametrize("how", one_fast(["raise", "exit"], "raise"))
 def test_leaving_has_the_exit_code_that_jax_gives(how: str, where: str, tmp_path: Path, shared: Path) -> None:
     """One of two processes leaves early: inside the context, or with an open domain while the other closes its own."""
     args = {"how": f"{how} {where}", "domain": True}
@@ -194,7 +197,7 @@ def step(ep, made={}):
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("name", EXITS)
+@pytest.mark.parametrize("name", one_fast(EXITS, "calls in flight"))
 def test_ends_of_a_program(name: str) -> None:
     """One process: the exit code is Python's, soon, and nothing is printed but its traceback."""
     line, code = EXITS[name]

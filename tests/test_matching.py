@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import make_mesh
-from harness import Run, launch
+from harness import Run, launch, one_fast
 from jax.sharding import PartitionSpec as P
 
 import moonep_jax as moonep
@@ -41,7 +41,7 @@ MEETINGS = (
 OPPOSITE = [f"opposite_by_{by}_{how}" for by in ("name", "channel", "program") for how in ("awaited", "unawaited")]
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=one_fast(SHAPES, "2x2"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return launch("matching:run", *SHAPES[request.param], tmp_path_factory.mktemp(request.param))
 
@@ -70,7 +70,8 @@ def test_rank_varying_branch_is_an_error(run: Run) -> None:
 
 
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("run", ["4x1", "2x2"], indirect=True)  # one process launches its programs in one order
+# One process launches its programs in one order.
+@pytest.mark.parametrize("run", one_fast(["4x1", "2x2"], "2x2"), indirect=True)
 @pytest.mark.parametrize("case", OPPOSITE)
 def test_opposite_order_is_right_or_an_error(run: Run, case: str) -> None:
     for record in run.of(case):

@@ -100,7 +100,7 @@ def forget() -> Iterator[None]:
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(SetupError, match=r"needs the package cuda-python; .*pip install 'moonep-jax\[cuda\]'"):
+    with pytest.raises(SetupError, match=r"needs the package cuda-python; .*pip install 'moonep-jax\[cuda13\]'"):
         load()
 
 

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import STRICT
 
 from moonep_jax import env
 
@@ -24,7 +25,7 @@ def test_example_runs_as_printed() -> None:
     assert code is not None
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code[1]], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, *STRICT, "-c", code[1]], env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert "'gate': (8, 64, 256)" in done.stdout

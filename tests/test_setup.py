@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import Run, launch
+from harness import Run, launch, one_fast
 
 pytestmark = pytest.mark.multiprocess
 
 SEVERAL = {"4x1": (4, 1), "2x2": (2, 2)}
 
 
-@pytest.fixture(scope="module", params=SEVERAL)
+@pytest.fixture(scope="module", params=one_fast(SEVERAL, "2x2"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return launch("setups:failures", *SEVERAL[request.param], tmp_path_factory.mktemp(request.param))
 
@@ -114,7 +114,7 @@ def test_cycles_leave_no_trace(processes: int, devices: int, tmp_path_factory: p
             assert grown <= slack, f"{name} grew by {grown}: {counts}"
 
 
-@pytest.mark.parametrize(("processes", "devices"), [(1, 16), (4, 4)])
+@pytest.mark.parametrize(("processes", "devices"), [(1, 16), pytest.param(4, 4, marks=pytest.mark.slow)])
 def test_few_open_files(processes: int, devices: int, tmp_path_factory: pytest.TempPathFactory) -> None:
     run = launch("setups:few_files", processes, devices, tmp_path_factory.mktemp("files"), files=64)
     run.ended_well()

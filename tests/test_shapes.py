@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import Run, launch
+from harness import Run, launch, one_fast
 from workers.shapes import MESHES
 
 from moonep_jax import reference
@@ -82,7 +82,7 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=one_fast(SHAPES, "2x2"))
 def run(request: pytest.FixtureRequest, data_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
     out = tmp_path_factory.mktemp(request.param)
     return launch("shapes:run", *SHAPES[request.param], out, args={"data": str(data_file)})

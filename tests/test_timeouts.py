@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness import Run, launch
+from harness import Run, launch, one_fast
 
 pytestmark = pytest.mark.multiprocess
 
@@ -14,7 +14,7 @@ SEVERAL = ["4x1", "2x2"]
 SLACK_S = 60.0  # never the limit under test: a loaded machine may take this long
 
 
-@pytest.fixture(scope="module", params=SHAPES)
+@pytest.fixture(scope="module", params=one_fast(SHAPES, "4x1"))
 def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     return launch("timeouts:run", *SHAPES[request.param], tmp_path_factory.mktemp(request.param))
 
@@ -55,7 +55,7 @@ def test_skipped_call(run: Run, case: str) -> None:
             assert record["error"] is None
 
 
-@pytest.mark.parametrize("run", SEVERAL, indirect=True)
+@pytest.mark.parametrize("run", one_fast(SEVERAL, "4x1"), indirect=True)
 def test_late_rank(run: Run) -> None:
     records = run.of("late")
     text = _one_text(records)
@@ -66,12 +66,12 @@ def test_late_rank(run: Run) -> None:
         _check_failed(record, text)
 
 
-@pytest.mark.parametrize("run", SEVERAL, indirect=True)
+@pytest.mark.parametrize("run", one_fast(SEVERAL, "4x1"), indirect=True)
 def test_slow_first_call_is_no_error(run: Run) -> None:
     assert run.of("slow_first_call") == [{"error": None, "later": None}] * len(run.processes)
 
 
-@pytest.mark.parametrize("run", SEVERAL, indirect=True)
+@pytest.mark.parametrize("run", one_fast(SEVERAL, "4x1"), indirect=True)
 def test_other_shapes(run: Run) -> None:
     records = run.of("other_shapes")
     text = _one_text(records)
@@ -100,7 +100,7 @@ def test_use_after_close(run: Run) -> None:
         assert record["traced"]["type"] == "DomainError" and "the domain is closed" in record["traced"]["text"]
 
 
-@pytest.mark.parametrize("run", SEVERAL, indirect=True)
+@pytest.mark.parametrize("run", one_fast(SEVERAL, "4x1"), indirect=True)
 def test_exception_on_one_process(run: Run) -> None:
     *others, last = run.of("closed_by_others")
     assert last["error"]["type"] == "ValueError", "the exception is not lost in close()"

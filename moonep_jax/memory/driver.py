@@ -149,7 +149,7 @@ def load() -> Driver:
     try:
         bindings = importlib.import_module("cuda.bindings.driver")
     except ImportError as error:
-        fix = "pip install 'moonep-jax[cuda]', or cuda-python of the CUDA version that jax uses"
+        fix = "pip install 'moonep-jax[cuda13]', or cuda-python of the CUDA version that jax uses"
         wrong = "the CUDA backend needs the package cuda-python"
         raise SetupError(message("setup", wrong, error, "module cuda.bindings.driver", fix)) from error
     return CudaDriver(bindings)
