@@ -40,7 +40,7 @@ class LayerTest(unittest.TestCase):
 
             split = jax.shard_map(layer, mesh=mesh, in_specs=(P("ep"),) * 4, out_specs=P("ep"))
             loss = lambda x, scale, w: (split(x, ids, scale, w) ** 2).sum()  # noqa: E731
-            value, grads = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, scale, w)
+            value, grads = jax.block_until_ready(jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))(x, scale, w))
             self.assertGreater(ep.stats()["moved_experts"], 0)
 
         dense = lambda x, scale, w: (jnp.einsum("th,tkhf,tk->tf", x, w[ids], scale) ** 2).sum()  # noqa: E731
