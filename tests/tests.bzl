@@ -26,7 +26,7 @@ _TAGS = {
     "hostile_cuda": ["fast"],
     "hostile_users": ["multiprocess"],
     "leaks": ["multiprocess"],
-    "lifetime": ["sanitize"],
+    "lifetime": [],
     "matching": ["multiprocess"],
     "memory_cuda": ["fast"],
     "memory_driver": ["fast"],
