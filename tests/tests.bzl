@@ -5,6 +5,12 @@ load("@rules_python//python:defs.bzl", "py_binary", "py_test")
 
 _ENV = {"PYTHONPATH": PYTHON_PACKAGES}
 
+# Test files from which other files of tests/ import. A change in one of them runs all tests again.
+IMPORTED_TESTS = [
+    "tests/test_%s.py" % name
+    for name in ["autodiff", "doctor", "errors", "handles", "planner", "prefetch"]
+]
+
 # Tags of files; any other is a test of one process. "multiprocess" starts processes of its own, "cuda" needs an NVIDIA
 # GPU and skips itself without one, "sanitize" runs under --config=asan and --config=tsan, and "fast" ends within a few
 # seconds.
@@ -26,7 +32,6 @@ _TAGS = {
     "hostile_cuda": ["fast"],
     "hostile_users": ["multiprocess"],
     "leaks": ["multiprocess"],
-    "lifetime": [],
     "matching": ["multiprocess"],
     "memory_cuda": ["fast"],
     "memory_driver": ["fast"],
@@ -36,7 +41,7 @@ _TAGS = {
     "memory_share": ["multiprocess"],
     "ops": ["fast"],
     "planner": ["fast"],
-    "readme": ["multiprocess"],
+    "readme": ["fast", "multiprocess"],
     "reuse": ["sanitize"],
     "setup": ["multiprocess"],
     "shapes": ["multiprocess"],
