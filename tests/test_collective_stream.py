@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 from conftest import make_mesh
+from harness import one_fast
 from jax.sharding import PartitionSpec as P
 from steps import same_bits
 
@@ -111,7 +112,7 @@ def test_every_call_is_annotated(make_domain: Any, stream_on: None, name: str, m
     assert len(set(sites)) == len(sites) and sorted(sites) == sorted(SITE.findall(without))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", one_fast(PROGRAMS, "grad"))
 def test_other_platforms_and_versions_see_nothing(
     make_domain: Any, stream_on: None, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
