@@ -18,7 +18,7 @@ template <class E>
 void Check(const char* name, Variant sum) {
   using Storage = typename E::Storage;
   std::mt19937 random(1);
-  for (int64_t n : {1, 7, 63, 64, 65, 200, 1024}) {
+  for (int64_t n : {1, 7, 63, 255, 256, 257, 1024}) {
     for (int64_t count : {1, 2, 3, 9}) {
       std::vector<std::vector<Storage>> rows(static_cast<size_t>(count), std::vector<Storage>(static_cast<size_t>(n)));
       std::vector<Term> terms;

@@ -7,8 +7,9 @@
 namespace moonep {
 namespace {
 
-// A few cache lines of every row at a time: the sum stays in the nearest cache, and `to` is written once.
-constexpr int64_t kBlock = 64;
+// A stretch of every row at a time: short enough for its sum to stay in the nearest cache, so that `to` is written
+// once; long enough for the processor to see each row as a stream and fetch ahead.
+constexpr int64_t kBlock = 256;
 
 // Inlined with n known and unknown, so that whole blocks need no loop control.
 template <class E>
