@@ -5,6 +5,9 @@ load("@rules_python//python:defs.bzl", "py_binary", "py_test")
 
 _ENV = {"PYTHONPATH": PYTHON_PACKAGES}
 
+# A program's own folder, as a link's target in the source tree, would come first: its modules hide others of their names.
+_PROGRAM_ENV = _ENV | {"PYTHONSAFEPATH": "1"}
+
 # Test files from which other files of tests/ import. A change in one of them runs all tests again.
 IMPORTED_TESTS = [
     "tests/test_%s.py" % name
@@ -12,8 +15,8 @@ IMPORTED_TESTS = [
 ]
 
 # Tags of files; any other is a test of one process. "multiprocess" starts processes of its own, "cuda" needs an NVIDIA
-# GPU and skips itself without one, "sanitize" runs under --config=asan and --config=tsan, and "fast" ends within a few
-# seconds.
+# GPU and skips itself without one, "sanitize" runs under --config=asan and --config=tsan, and "fast" is what .ci/bazel
+# runs. "no-sandbox": in Bazel's sandbox root cannot become another user.
 _TAGS = {
     "channels": ["sanitize"],
     "config": ["fast"],
@@ -30,7 +33,7 @@ _TAGS = {
     "fuzz": ["multiprocess"],
     "handles": ["fast"],
     "hostile_cuda": ["fast"],
-    "hostile_users": ["multiprocess"],
+    "hostile_users": ["multiprocess", "no-sandbox"],
     "leaks": ["multiprocess"],
     "matching": ["multiprocess"],
     "memory_cuda": ["fast"],
@@ -50,11 +53,29 @@ _TAGS = {
 }
 
 # Files that take more than a minute on two cores.
-_LONG = ["autodiff", "debug", "demo", "faults", "fuzz", "hostile", "leaks", "lifetime", "model", "setup", "timeouts"]
+_LONG = [
+    "autodiff",
+    "debug",
+    "demo",
+    "faults",
+    "fuzz",
+    "hostile",
+    "layer",
+    "leaks",
+    "lifetime",
+    "matching",
+    "model",
+    "ops",
+    "replicated",
+    "reuse",
+    "setup",
+    "shapes",
+    "timeouts",
+]
 
 def python_program(name, **kwargs):
     """A py_binary whose programs, and the processes that they start, find the packages of the build's Python."""
-    py_binary(name = name, env = _ENV, legacy_create_init = 0, **kwargs)
+    py_binary(name = name, env = _PROGRAM_ENV, legacy_create_init = 0, **kwargs)
 
 def python_tests(files, data, deps):
     """A py_test `test_x` for each file tests/test_x.py. A new file needs no line here."""
