@@ -69,6 +69,8 @@ def main(run: Callable[[], Tables], about: str, show: Callable[[dict[str, Any]],
             name = Path(sys.argv[0]).stem
             own = (sys.argv[0], __name__)
             used = {f.name: f.value for module in own for f in FLAGS.flags_by_module_dict().get(module, [])}
+            for where in ("json", "plot", "page"):  # of the machine, not of the run
+                used.pop(where, None)
             seconds = round(time.monotonic() - start, 1)
             record = {"benchmark": name, "machine": machine(), "flags": used, "seconds": seconds, "tables": tables}
             page = show(record)

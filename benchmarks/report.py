@@ -36,7 +36,7 @@ PARTS = (
     Part(
         "moe",
         "bench_moe",
-        ("--repeats=7",),
+        ("--repeats=5", "--maxvio=0,2,8,16", "--routings=one_home"),
         "One MoE layer beside its peers, 8 ranks",
         "512 tokens a rank: GEMMs outweigh the copies of expert weights. `ring` is the exact peer; all_to_all is exact "
         "with room for everything, and drops with a capacity.",
@@ -44,14 +44,14 @@ PARTS = (
     Part(
         "moe_4",
         "bench_moe",
-        ("--devices=4", "--repeats=7", "--maxvio=0,2,16", "--routings=one_home"),
+        ("--devices=4", "--repeats=5", "--maxvio=0,8", "--routings="),
         "The same on 4 ranks",
         "Fewer ranks: a ring gathers less, and moves less than ours when nothing is uneven.",
     ),
     Part(
         "moe_small",
         "bench_moe",
-        ("--tokens=128", "--hidden=512", "--repeats=7", "--maxvio=0,2,16", "--routings=one_home"),
+        ("--tokens=128", "--hidden=512", "--repeats=5", "--maxvio=0,8", "--routings="),
         "Where a peer wins: few tokens for large experts",
         "32 rows an expert: copying the weights of moved experts costs more than the rows that it evens out.",
     ),
@@ -72,7 +72,7 @@ PARTS = (
     Part(
         "ops",
         "bench_ops",
-        ("--sweeps=tokens,ranks,decode", "--repeats=7"),
+        ("--sweeps=tokens,decode", "--repeats=7"),
         "Each op by itself",
         "",
     ),
