@@ -24,10 +24,6 @@ Where E is no multiple of R, idle experts fill it up.
 from __future__ import annotations
 
 import functools
-import json
-import subprocess
-import sys
-import tempfile
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -186,12 +182,10 @@ def with_layer(name: str, gemm: bool, use: Callable[[Any, Any, int], kit.Row]) -
     """use(compiled gradient step, its arguments, bytes of the symmetric chunk of a rank) of a layer on all devices."""
     mesh = jax.make_mesh((jax.device_count(),), (peers.AXIS,), axis_types=(jax.sharding.AxisType.Auto,))
     c = layer_config(gemm)
-    sharding = jax.sharding.NamedSharding(mesh, P(peers.AXIS))
     rng = np.random.default_rng(0)
 
     def split(*shape: int) -> jax.Array:
-        whole = rng.standard_normal(shape, np.float32)
-        return jax.make_array_from_callback(shape, sharding, lambda at: whole[at])
+        return kit.put(mesh, rng.standard_normal(shape, np.float32))
 
     n = mesh.size * c.tokens
     args = (
@@ -205,8 +199,7 @@ def with_layer(name: str, gemm: bool, use: Callable[[Any, Any, int], kit.Row]) -
             return jnp.sum(layer(x, logits, params) ** 2)
 
         body = jax.grad(loss, argnums=(0, 1, 2))
-        mapped = jax.shard_map(body, mesh=mesh, in_specs=P(peers.AXIS), out_specs=P(peers.AXIS), check_vma=False)
-        return jax.jit(mapped).lower(*args).compile()
+        return kit.on_ranks(mesh, body, check_vma=False).lower(*args).compile()
 
     if name == "ours":
         with moonep.setup(mesh, peers.AXIS, c) as ep:
@@ -217,8 +210,7 @@ def with_layer(name: str, gemm: bool, use: Callable[[Any, Any, int], kit.Row]) -
 
 def exchange_only(ep: moonep.Domain, x: jax.Array, logits: jax.Array, _: None) -> jax.Array:
     """ep.moe with experts that have no GEMM."""
-    top, ids = jax.lax.top_k(logits, ep.spec.config.topk)
-    d = ep.dispatch(x, ids.astype(np.int32), jax.nn.softmax(top, axis=-1))
+    d = ep.dispatch(x, *static_layers.route(logits, ep.spec.config.topk))
     params, gemm = static_layers.experts(ep.spec.experts_per_rank, None)
     return ep.combine(d.plan, peers.swiglu(d.hidden, d.group_sizes, params, gemm), d.weights)
 
@@ -259,13 +251,7 @@ def _resident(field: str) -> int:
 
 def _peak_of(name: str, gemm: bool) -> kit.Row:
     keep = ("devices", "layer_tokens", "layer_hidden", "layer_experts")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "record.json"
-        given = [f"--{flag}={FLAGS[flag].value}" for flag in keep]
-        command = [sys.executable, "-m", "benchmarks.bench_memory", f"--peak_of={name}", f"--json={out}", *given]
-        command.append(f"--gemm={gemm}")
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
-        return json.loads(out.read_text())["tables"]["peak"][0]
+    return kit.another_run("bench_memory", keep, f"--peak_of={name}", f"--gemm={gemm}")["peak"][0]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -367,27 +353,19 @@ def _derived(row: kit.Row) -> kit.Row:
 
 def plot(record: dict[str, Any], path: Path) -> None:
     """Rows per rank over R, at the largest number of tokens: solid ours, dashed worst case, one colour per model."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
     rows = record["tables"]["computed"]
     most = max(row["S"] for row in rows)
-    figure, axes = plt.subplots(figsize=(9, 5))
-    for i, model in enumerate(m.name for m in MODELS):
-        own = [row for row in rows if row["model"] == model and row["S"] == most]
-        if own:
-            ranks = [row["R"] for row in own]
-            axes.plot(ranks, [row["ours"] for row in own], "o-", color=f"C{i}", label=f"{model}, here")
-            axes.plot(ranks, [row["worst"] for row in own], "^--", color=f"C{i}", label=f"{model}, worst case")
-    gathered = sorted({(row["R"], row["ring"]) for row in rows if row["S"] == most})
-    axes.plot(*zip(*gathered, strict=True), ":", color="black", label="tokens of an all_gather")
-    axes.set(yscale="log", xlabel="ranks", ylabel=f"rows that a rank must hold, {most} tokens per rank")
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with kit.picture(path, figsize=(9, 5)) as (_, axes):
+        for i, model in enumerate(m.name for m in MODELS):
+            own = [row for row in rows if row["model"] == model and row["S"] == most]
+            if own:
+                ranks = [row["R"] for row in own]
+                axes.plot(ranks, [row["ours"] for row in own], "o-", color=f"C{i}", label=f"{model}, here")
+                axes.plot(ranks, [row["worst"] for row in own], "^--", color=f"C{i}", label=f"{model}, worst case")
+        gathered = sorted({(row["R"], row["ring"]) for row in rows if row["S"] == most})
+        axes.plot(*zip(*gathered, strict=True), ":", color="black", label="tokens of an all_gather")
+        axes.set(yscale="log", xlabel="ranks", ylabel=f"rows that a rank must hold, {most} tokens per rank")
+        axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1))
 
 
 if __name__ == "__main__":

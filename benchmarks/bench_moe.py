@@ -28,12 +28,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")  # on GPUs the shared memory is beside JAX's
 
 from benchmarks import kit  # first: it prepares what jax and the case table need
 
@@ -43,7 +40,6 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 from cases import Shape, lognormal_ids, routing
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import moonep_jax as moonep
@@ -100,16 +96,12 @@ class Problem:
         w = rng.uniform(0.2, 1.0, (tokens, shape.K)).astype(np.float32)
         self.w = w / w.sum(1, keepdims=True)
         self.params = {"gate": normal(e, h, f), "up": normal(e, h, f), "down": normal(e, f, h)}
-        self._floats = jax.tree.map(self.put, (self.x, self.w, self.params, self.ct))
-
-    def put(self, array: Array) -> jax.Array:
-        """Sharded over the ranks; every process has all of it."""
-        return jax.make_array_from_callback(array.shape, NamedSharding(self.mesh, EP), lambda index: array[index])
+        self._floats = jax.tree.map(functools.partial(kit.put, mesh), (self.x, self.w, self.params, self.ct))
 
     def arguments(self, ids: Array) -> tuple[Any, ...]:
         """Operands of all programs: x, ids, w, params, ct."""
         x, w, params, ct = self._floats
-        return x, self.put(ids.reshape(-1, self.shape.K)), w, params, ct
+        return x, kit.put(self.mesh, ids.reshape(-1, self.shape.K)), w, params, ct
 
     def compile(self, layer: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
         """The layer's two programs. `layer` works on global arrays."""
@@ -311,26 +303,20 @@ def show(record: dict[str, Any]) -> str:
 
 def plot(record: dict[str, Any], path: Path) -> None:
     """Time and rows of the busiest rank over maxvio, by layer."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     rows = [r for r in record["tables"]["layers"] if r["routing"].startswith("maxvio")]
-    figure, axes = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    panels = (("both_p50_ms", "forward with gradients (ms)"), ("busiest_rows", "rows of the busiest rank"))
-    for axis, (key, label) in zip(axes, panels, strict=True):
-        for name in dict.fromkeys(r["layer"] for r in rows):
-            points = [(r["maxvio"], r[key]) for r in rows if r["layer"] == name and r[key] is not None]
-            if points:
-                style = {"linewidth": 2.5} if name == OURS else {"linewidth": 1, "linestyle": "--"}
-                axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **style)
-        axis.set(xlabel="maxvio", ylabel=label, yscale="log")
-        axis.set_xscale("symlog", linthresh=1)
-        axis.grid(alpha=0.3, which="both")
-    axes[0].legend(fontsize=8)
-    figure.suptitle(f"One MoE layer on {record['machine']['devices']}")
-    figure.savefig(path, dpi=120)
+    with kit.picture(path, 2, "constrained", figsize=(11, 4.2)) as (figure, axes):
+        panels = (("both_p50_ms", "forward with gradients (ms)"), ("busiest_rows", "rows of the busiest rank"))
+        for axis, (key, label) in zip(axes, panels, strict=True):
+            for name in dict.fromkeys(r["layer"] for r in rows):
+                points = [(r["maxvio"], r[key]) for r in rows if r["layer"] == name and r[key] is not None]
+                if points:
+                    style = {"linewidth": 2.5} if name == OURS else {"linewidth": 1, "linestyle": "--"}
+                    axis.plot(*zip(*points, strict=True), marker="o", markersize=4, label=name, **style)
+            axis.set(xlabel="maxvio", ylabel=label, yscale="log")
+            axis.set_xscale("symlog", linthresh=1)
+            axis.grid(alpha=0.3, which="both")
+        axes[0].legend(fontsize=8)
+        figure.suptitle(f"One MoE layer on {record['machine']['devices']}")
 
 
 if __name__ == "__main__":

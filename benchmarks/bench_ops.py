@@ -126,7 +126,7 @@ class Operands:
     def __init__(self, mesh: jax.sharding.Mesh, p: Point) -> None:
         full = functools.partial(rank_programs.full, mesh)
         s, k, h, n, epn = p.shape.s, p.shape.K, p.shape.H, p.recv_rows, p.shape.epn
-        self.ids = rank_programs.put(mesh, ids_of(p.shape).reshape(-1, k))
+        self.ids = kit.put(mesh, ids_of(p.shape).reshape(-1, k))
         self.tokens, self.rows = full((s, h), "bfloat16"), full((n, h), "bfloat16")
         self.topk_weights, self.row_weights = full((s, k), "float32", 1 / k), full((n,), "float32", 1 / k)
         self.leaf = Box(full((2 * epn, h, p.width), "bfloat16", 0))  # reduce_grad adds to it in every call
@@ -205,7 +205,7 @@ def measure(p: Point, link_gbps: float) -> list[kit.Row]:
     with contextlib.ExitStack() as stack:
         for mode in ("dedup", "exact"):
             ep = stack.enter_context(moonep.setup(mesh, "ep", p.config(mode)))
-            plan = rank_programs.on_ranks(mesh, ep.plan)(operands.ids)
+            plan = kit.on_ranks(mesh, ep.plan)(operands.ids)
             made = programs(mesh, ep, plan, operands)
             modal = ("combine", "dispatch_grad")  # those that the mode changes
             ops |= made if mode == "dedup" else {f"{name} exact": made[name] for name in modal}
@@ -276,26 +276,19 @@ def show(record: dict[str, Any]) -> str:
 
 def plot(record: dict[str, Any], path: Path) -> None:
     """Time in a program over tokens, one line per op, for the largest sweep by tokens (or decode)."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     tables = record["tables"]
     rows = tables.get("tokens") or tables.get("decode")
     if not rows:
         raise SystemExit("--plot: needs the sweep tokens or decode")
-    figure, axes = plt.subplots(figsize=(9, 6))
-    for op in dict.fromkeys(r["op"] for r in rows):
-        some = [r for r in rows if r["op"] == op]
-        axes.plot([r["s"] for r in some], [r["program_us"]["p50"] for r in some], "o-", label=op)
-    some = [r for r in rows if r["op"] == "dispatch"]
-    axes.plot([r["s"] for r in some], [r["copy_us"]["p50"] for r in some], "k--", label="copy of dispatch's bytes")
-    title = f"{rows[0]['R']} ranks, K {rows[0]['K']}, H {rows[0]['H']}: {record['machine']['devices']}"
-    axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us per call, in a program", title=title)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with kit.picture(path, figsize=(9, 6)) as (_, axes):
+        for op in dict.fromkeys(r["op"] for r in rows):
+            some = [r for r in rows if r["op"] == op]
+            axes.plot([r["s"] for r in some], [r["program_us"]["p50"] for r in some], "o-", label=op)
+        some = [r for r in rows if r["op"] == "dispatch"]
+        axes.plot([r["s"] for r in some], [r["copy_us"]["p50"] for r in some], "k--", label="copy of dispatch's bytes")
+        title = f"{rows[0]['R']} ranks, K {rows[0]['K']}, H {rows[0]['H']}: {record['machine']['devices']}"
+        axes.set(xscale="log", yscale="log", xlabel="tokens per rank", ylabel="us per call, in a program", title=title)
+        axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import PartitionSpec as P
 
 import moonep_jax as moonep
 from benchmarks import kit
@@ -82,8 +81,7 @@ def op_times() -> list[kit.Row]:
             with moonep.setup(mesh, "ep", config) as ep:
                 for routing in FLAGS.routings[:2]:
                     ids = pq.draw(routing, ranks, s, K, E)
-                    where = jax.sharding.NamedSharding(mesh, P("ep"))
-                    given = jax.make_array_from_callback(ids.shape, where, lambda at: ids[at])
+                    given = kit.put(mesh, ids)
                     times = kit.side_by_side(_programs(ep, mesh, E, given))
                     ours, xla = (kit.summary(times[n]) for n in ("plan", "xla"))
                     rows.append(
@@ -105,7 +103,7 @@ def _programs(ep: moonep.Domain, mesh: jax.sharding.Mesh, E: int, ids: jax.Array
         def local(ids: jax.Array) -> Any:
             return jax.tree.map(lambda a: a[None], body(ids[0]))
 
-        step = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("ep"), out_specs=P("ep"), check_vma=False))
+        step = kit.on_ranks(mesh, local, check_vma=False)
         return lambda: step(ids)
 
     return {"plan": program(ep.plan), "xla": program(bookkeeping)}
@@ -274,31 +272,25 @@ def _gains(row: kit.Row) -> kit.Row:
 
 def plot(record: dict[str, Any], path: Path) -> None:
     """Left: link rows of each plan over those of source order. Right: predicted gain over plain EP by imbalance."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.5))
-    tables = record["tables"]
-    for name in dict.fromkeys(row["routing"] for row in tables["plans"]):
-        own = [r for r in tables["plans"] if r["routing"] == name and r["source_link"]]
-        left.plot([r["R"] for r in own], [r["link"] / r["source_link"] for r in own], "o", alpha=0.7, label=name)
-    left.set(xscale="log", xlabel="ranks", ylabel="rows over the link, of source order's")
-    left.set_xscale("log", base=2)
-    left.axhline(1, color="grey", linewidth=0.8)
-    left.legend(fontsize=8)
-    pay = [_gains(r) for r in tables["payoff"] if r["machine"] == MACHINES[0].name]
-    for name in dict.fromkeys(row["model"] for row in pay):
-        own = [r for r in pay if r["model"] == name]
-        right.plot([r["plain_us"] / r["ours_us"] for r in own], [r["exposed"] for r in own], "o", alpha=0.6, label=name)
-    right.set(xscale="log", yscale="log", xlabel="rank max/mean under plain EP")
-    right.set_ylabel(f"predicted gain, {MACHINES[0].name}, copies exposed")
-    right.axhline(1, color="grey", linewidth=0.8)
-    right.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with kit.picture(path, 2, figsize=(12, 4.5)) as (_, (left, right)):
+        tables = record["tables"]
+        for name in dict.fromkeys(row["routing"] for row in tables["plans"]):
+            own = [r for r in tables["plans"] if r["routing"] == name and r["source_link"]]
+            left.plot([r["R"] for r in own], [r["link"] / r["source_link"] for r in own], "o", alpha=0.7, label=name)
+        left.set(xscale="log", xlabel="ranks", ylabel="rows over the link, of source order's")
+        left.set_xscale("log", base=2)
+        left.axhline(1, color="grey", linewidth=0.8)
+        left.legend(fontsize=8)
+        pay = [_gains(r) for r in tables["payoff"] if r["machine"] == MACHINES[0].name]
+        for name in dict.fromkeys(row["model"] for row in pay):
+            own = [r for r in pay if r["model"] == name]
+            right.plot(
+                [r["plain_us"] / r["ours_us"] for r in own], [r["exposed"] for r in own], "o", alpha=0.6, label=name
+            )
+        right.set(xscale="log", yscale="log", xlabel="rank max/mean under plain EP")
+        right.set_ylabel(f"predicted gain, {MACHINES[0].name}, copies exposed")
+        right.axhline(1, color="grey", linewidth=0.8)
+        right.legend(fontsize=8)
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ def measure(mesh: jax.sharding.Mesh, config: Config, scale: int, sms: int | None
     settings = moonep.EPConfig(tokens=8, hidden=8, topk=1, experts=experts, num_sms=sms,
                                weights={"w": ((h, hp), "bfloat16")})  # fmt: skip
     with moonep.setup(mesh, "ep", settings) as ep:
-        ids = rank_programs.put(mesh, np.zeros((ranks * 8, 1), np.int32))
-        plan = rank_programs.on_ranks(mesh, ep.plan)(ids)
+        ids = kit.put(mesh, np.zeros((ranks * 8, 1), np.int32))
+        plan = kit.on_ranks(mesh, ep.plan)(ids)
         table = np.tile(slots_of(config.fetched, experts, ranks), (ranks, 1))  # every rank's copy
-        plan = dataclasses.replace(plan, slot_expert=rank_programs.put(mesh, table))
+        plan = dataclasses.replace(plan, slot_expert=kit.put(mesh, table))
         leaf = rank_programs.Box(rank_programs.full(mesh, (2 * epn, h, hp), "bfloat16"))
         body = functools.partial(_prefetch, ep)
         op = rank_programs.Op(mesh, body, leaf, [plan], rank_programs.replaced, in_place=True, loop=loop)
@@ -132,25 +132,18 @@ def plot(record: dict[str, Any], path: Path) -> None:
 
         loopback_report.plot({"device": record["machine"]["devices"], "prefetch": rows}, path)
         return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 5))
-    rows = sorted(record["tables"]["prefetch"], key=lambda r: r["data_MB"])
-    for sms in sorted({r["SMs"] for r in rows}, key=str):
-        some = [r for r in rows if r["SMs"] == sms]
-        size, suffix = [r["data_MB"] for r in some], "" if sms is None else f", {sms} SMs"
-        axes.plot(size, [r["BW_GBps"] for r in some], "o", label=f"prefetch in a program{suffix}")
-        axes.plot(size, [r["data_MB"] / r["call_us"] * 1e3 for r in some], "^", label=f"prefetch, one call{suffix}")
-        axes.plot(size, [r["data_MB"] / r["copy_us"] * 1e3 for r in some], "kx", label=f"plain copy{suffix}")
-    title = f"prefetch, {rows[0]['R']} ranks: {record['machine']['devices']}"
-    axes.set(xscale="log", xlabel="MB read and written", ylabel="GB/s read and written", title=title)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    with kit.picture(path, figsize=(8, 5)) as (_, axes):
+        rows = sorted(record["tables"]["prefetch"], key=lambda r: r["data_MB"])
+        for sms in sorted({r["SMs"] for r in rows}, key=str):
+            some = [r for r in rows if r["SMs"] == sms]
+            size, suffix = [r["data_MB"] for r in some], "" if sms is None else f", {sms} SMs"
+            axes.plot(size, [r["BW_GBps"] for r in some], "o", label=f"prefetch in a program{suffix}")
+            axes.plot(size, [r["data_MB"] / r["call_us"] * 1e3 for r in some], "^", label=f"prefetch, one call{suffix}")
+            axes.plot(size, [r["data_MB"] / r["copy_us"] * 1e3 for r in some], "kx", label=f"plain copy{suffix}")
+        title = f"prefetch, {rows[0]['R']} ranks: {record['machine']['devices']}"
+        axes.set(xscale="log", xlabel="MB read and written", ylabel="GB/s read and written", title=title)
+        axes.set_ylim(bottom=0)
+        axes.legend()
 
 
 if __name__ == "__main__":

@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import resource
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +33,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from jax.sharding import PartitionSpec as P
 
 import moonep_jax as moonep
 from benchmarks import kit, peers, static_layers
@@ -76,16 +73,7 @@ def config(tokens: int, hidden: int, width: int) -> moonep.EPConfig:
     return moonep.EPConfig(tokens=tokens, hidden=hidden, topk=TOPK, experts=EXPERTS, dtype=leaf, weights=weights)
 
 
-def on_ranks(body: Callable[..., Any], mesh: jax.sharding.Mesh) -> Any:
-    """jit(shard_map) of one rank's part; arguments and results are split along their first axis."""
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=P(peers.AXIS), out_specs=P(peers.AXIS), check_vma=False))
-
-
-def split(mesh: jax.sharding.Mesh, array: Any) -> jax.Array:
-    """A global array, split along its first axis."""
-    return jax.make_array_from_callback(
-        array.shape, jax.sharding.NamedSharding(mesh, P(peers.AXIS)), lambda at: array[at]
-    )
+on_ranks = functools.partial(kit.on_ranks, check_vma=False)
 
 
 # -- setup, close and memory -------------------------------------------------------------------------------------------
@@ -124,13 +112,13 @@ def setup_row(ranks: int) -> kit.Row:
         taken[name].append((time.perf_counter() - begin) * 1e3)
         return result
 
-    one = split(mesh, np.ones(ranks, np.float32))
+    one = kit.put(mesh, np.ones(ranks, np.float32))
     for i in range(FLAGS.repeats):
         ep = timed("setup", lambda: moonep.setup(mesh, peers.AXIS, fixed))
         timed("close", ep.close)
         # A constant of its own: nothing that was compiled before can be taken.
         body = functools.partial(lambda i, x: jax.lax.psum(x * (i + ranks * 1000), peers.AXIS), i)
-        timed("psum", lambda: jax.block_until_ready(on_ranks(body, mesh)(one)))
+        timed("psum", lambda: jax.block_until_ready(on_ranks(mesh, body)(one)))
     before = threads()
     with moonep.setup(mesh, peers.AXIS, fixed) as ep:
         started = threads() - before
@@ -166,20 +154,15 @@ def every_op(ep: moonep.Domain, mesh: jax.sharding.Mesh) -> Callable[[], Any]:
         w, reduce = jax.vjp(lambda leaves: ep.prefetch(p, leaves), leaves)
         return ep.combine(p, d), back(d), reduce(w)
 
-    step = on_ranks(body, mesh)
-    given = jax.tree.map(functools.partial(split, mesh), (ids, x, leaves))
+    step = on_ranks(mesh, body)
+    given = jax.tree.map(functools.partial(kit.put, mesh), (ids, x, leaves))
     return lambda: step(*given)
 
 
 def of_processes(processes: int) -> list[kit.Row]:
     """The setup table of this program on several processes."""
     keep = ("tokens", "hidden", "width", "repeats")
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "record.json"
-        given = [f"--{name}={FLAGS[name].value}" for name in keep]
-        command = [sys.executable, "-m", "benchmarks.bench_setup", f"--processes={processes}", "--devices=2", *given]
-        subprocess.run([*command, f"--json={out}"], check=True, stdout=subprocess.DEVNULL, timeout=600)
-        return json.loads(out.read_text())["tables"]["setup"]
+    return kit.another_run("bench_setup", keep, f"--processes={processes}", "--devices=2")["setup"]
 
 
 # -- many domains ------------------------------------------------------------------------------------------------------
@@ -190,7 +173,7 @@ def domain_rows() -> list[kit.Row]:
     mesh = mesh_of(min(8, jax.device_count()))
     ranks, rows = mesh.size, list[kit.Row]()
     fixed = config(FLAGS.tokens, FLAGS.hidden, FLAGS.width)
-    ids = split(mesh, np.random.default_rng(0).integers(EXPERTS, size=(ranks * FLAGS.tokens, TOPK), dtype=np.int32))
+    ids = kit.put(mesh, np.random.default_rng(0).integers(EXPERTS, size=(ranks * FLAGS.tokens, TOPK), dtype=np.int32))
     for count in map(int, FLAGS.domains):
         before = threads()
         last, alive = list[float](), list[moonep.Domain]()
@@ -198,7 +181,7 @@ def domain_rows() -> list[kit.Row]:
             begin = time.perf_counter()
             alive.append(moonep.setup(mesh, peers.AXIS, fixed))
             last.append((time.perf_counter() - begin) * 1e3)
-        plan = on_ranks(lambda ids: alive[0].plan(ids).dst_row, mesh)
+        plan = on_ranks(mesh, lambda ids: alive[0].plan(ids).dst_row)
         named = alive[0].stats()["bytes_per_rank"]["total"]
         times = kit.summary(kit.side_by_side({"plan": lambda: plan(ids)})["plan"])
         started, present = threads() - before, sum(map(resident, alive))
@@ -223,12 +206,14 @@ def jit_rows() -> list[kit.Row]:
     s, H, F = 32, 64, 64
     rng = np.random.default_rng(0)
     shapes = {"x": (s * mesh.size, H), "logits": (s * mesh.size, EXPERTS)}
-    x, logits = (split(mesh, rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)) for shape in shapes.values())
+    x, logits = (
+        kit.put(mesh, rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)) for shape in shapes.values()
+    )
     leaves = {"gate": (EXPERTS, H, F), "up": (EXPERTS, H, F), "down": (EXPERTS, F, H)}
     params = {
-        n: split(mesh, rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)) for n, shape in leaves.items()
+        n: kit.put(mesh, rng.standard_normal(shape, np.float32).astype(jnp.bfloat16)) for n, shape in leaves.items()
     }
-    jax.block_until_ready(on_ranks(lambda x: jax.lax.psum(x, peers.AXIS), mesh)(x))  # XLA's own first time
+    jax.block_until_ready(on_ranks(mesh, lambda x: jax.lax.psum(x, peers.AXIS))(x))  # XLA's own first time
 
     def layer(ep: moonep.Domain | None) -> Callable[..., jax.Array]:
         if ep is None:
@@ -241,7 +226,7 @@ def jit_rows() -> list[kit.Row]:
         def loss(*args: Any) -> jax.Array:
             return jnp.sum(forward(*args).astype(jnp.float32) ** 2)
 
-        return on_ranks((lambda *args: jax.grad(loss, argnums=(0, 2))(*args)) if backward else forward, mesh)
+        return on_ranks(mesh, (lambda *args: jax.grad(loss, argnums=(0, 2))(*args)) if backward else forward)
 
     rows = list[kit.Row]()
     kinds = ("first", "new function", "another domain", "again")
@@ -376,24 +361,18 @@ def show(record: dict[str, Any]) -> str:
 
 def plot(record: dict[str, Any], path: Path) -> None:
     """Setup, close and a psum program over the number of ranks; a line for each number of processes."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4.5))
-    single = [row for row in record["tables"]["setup"] if row["processes"] == 1]
-    for name, label in (("setup", "setup"), ("close", "close"), ("psum", "compile and run a psum")):
-        axes.plot([r["ranks"] for r in single], [r[f"{name}_p50"] for r in single], "o-", label=f"{label}, 1 process")
-    for row in record["tables"]["setup"]:
-        if row["processes"] > 1:
-            axes.plot(row["ranks"], row["setup_p50"], "s", label=f"setup, {row['processes']} processes")
-    axes.set(xlabel="ranks", ylabel="ms, p50", yscale="log")
-    axes.set_xscale("log", base=2)
-    axes.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    with kit.picture(path, figsize=(7, 4.5)) as (_, axes):
+        single = [row for row in record["tables"]["setup"] if row["processes"] == 1]
+        for name, label in (("setup", "setup"), ("close", "close"), ("psum", "compile and run a psum")):
+            axes.plot(
+                [r["ranks"] for r in single], [r[f"{name}_p50"] for r in single], "o-", label=f"{label}, 1 process"
+            )
+        for row in record["tables"]["setup"]:
+            if row["processes"] > 1:
+                axes.plot(row["ranks"], row["setup_p50"], "s", label=f"setup, {row['processes']} processes")
+        axes.set(xlabel="ranks", ylabel="ms, p50", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.legend(fontsize=8)
 
 
 if __name__ == "__main__":

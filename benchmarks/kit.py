@@ -7,6 +7,7 @@ this before jax makes its devices. It puts the tests' folder, with the case tabl
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -14,8 +15,9 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import jax
 import numpy as np
 from absl import app, flags, logging
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 Row = dict[str, Any]
 Tables = dict[str, list[Row]]
@@ -114,6 +118,16 @@ def _launch() -> int:
             w.wait()
 
 
+def another_run(module: str, keep: Sequence[str], *more: str) -> Tables:
+    """Tables of a run of benchmarks.MODULE in a process of its own, with this run's values of the flags in `keep`."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "record.json"
+        given = [f"--{name}={FLAGS[name].value}" for name in keep]
+        command = [sys.executable, "-m", f"benchmarks.{module}", *given, *more, f"--json={out}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=600)
+        return json.loads(out.read_text())["tables"]
+
+
 def machine() -> dict[str, Any]:
     """What the figures are from: processor, cores, memory, devices, versions. No names of hosts."""
     import moonep_jax
@@ -139,6 +153,22 @@ def about(record: Mapping[str, Any]) -> str:
         f"{m['cpu']}, {m['cores']} cores, {m['memory_GiB']} GiB; {m['devices']} in {m['processes']} process(es); "
         f"Python {m['python']}, jax {m['jax']}, moonep_jax {m['moonep_jax']}"
     )
+
+
+# -- arrays and programs over the ranks of a mesh of one axis ----------------------------------------------------------
+
+
+def put(mesh: jax.sharding.Mesh, array: Any) -> jax.Array:
+    """A global array, split along its first axis, from one that every process has."""
+    whole = np.asarray(array)
+    where = NamedSharding(mesh, P(*mesh.axis_names))
+    return jax.make_array_from_callback(whole.shape, where, lambda part: whole[part])
+
+
+def on_ranks(mesh: jax.sharding.Mesh, body: Callable[..., Any], check_vma: bool = True, **options: Any) -> Any:
+    """jit(shard_map) of one rank's function, all split along their first axis; options are jit's."""
+    spec = P(*mesh.axis_names)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check_vma), **options)
 
 
 # -- timing ------------------------------------------------------------------------------------------------------------
@@ -202,7 +232,21 @@ def summary(times: Sequence[float]) -> dict[str, float]:
     return {"p50": statistics.median(ordered), "p90": at(0.9), "p99": at(0.99), "min": ordered[0]}
 
 
-# -- tables ------------------------------------------------------------------------------------------------------------
+# -- pictures and tables -----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def picture(path: Path, columns: int = 1, layout: str = "tight", **options: Any) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, one pair of them or a row; saved to a PNG file. options: of matplotlib's figure."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, columns, layout=layout, **options)
+    yield figure, axes
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 def markdown(rows: Sequence[Row], columns: Mapping[str, str]) -> str:

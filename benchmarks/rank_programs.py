@@ -30,17 +30,6 @@ def mesh_of(ranks: int) -> jax.sharding.Mesh:
     return jax.sharding.Mesh(np.array(jax.devices()[:ranks]), ("ep",))
 
 
-def on_ranks(mesh: jax.sharding.Mesh, body: Callable[..., Any], **options: Any) -> Any:
-    """jit(shard_map) of one rank's function; options are jit's."""
-    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=EP, out_specs=EP), **options)
-
-
-def put(mesh: jax.sharding.Mesh, array: Any) -> jax.Array:
-    """A global array from one that every process has."""
-    whole = np.asarray(array)
-    return jax.make_array_from_callback(whole.shape, NamedSharding(mesh, EP), lambda part: whole[part])
-
-
 def full(mesh: jax.sharding.Mesh, shape: Sequence[int], dtype: Any, value: float = 1) -> jax.Array:
     """A global array of one value, [ranks * shape[0], ...] for a rank's shape; made on the devices."""
     return _filler(NamedSharding(mesh, EP), (mesh.size * shape[0], *shape[1:]), dtype, value)()
@@ -111,8 +100,8 @@ class Op:
             return jax.lax.fori_loop(0, loop, lambda _, given: follow(given, body(given, *others)), operand)
 
         self._box, self._rest, self._in_place = box, tuple(rest), in_place
-        self._one = on_ranks(mesh, body, donate_argnums=(0,) if in_place else ())
-        self._many = on_ranks(mesh, many, donate_argnums=0)
+        self._one = kit.on_ranks(mesh, body, donate_argnums=(0,) if in_place else ())
+        self._many = kit.on_ranks(mesh, many, donate_argnums=0)
 
     def call(self) -> Any:
         """One call."""

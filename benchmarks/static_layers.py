@@ -24,10 +24,15 @@ def experts(epn: int, params: Any) -> tuple[peers.Params, peers.Gemm]:
     return params, tiled_dot
 
 
-def _layer(peer: Callable[..., jax.Array], x: jax.Array, logits: jax.Array, params: Any, K: int) -> jax.Array:
+def route(logits: jax.Array, K: int) -> tuple[jax.Array, jax.Array]:
+    """Each token's K experts and their weights."""
     top, ids = jax.lax.top_k(logits.astype(jnp.float32), K)
+    return ids, jax.nn.softmax(top, axis=-1)
+
+
+def _layer(peer: Callable[..., jax.Array], x: jax.Array, logits: jax.Array, params: Any, K: int) -> jax.Array:
     epn = logits.shape[1] // jax.lax.axis_size(peers.AXIS)
-    return peer(x, ids, jax.nn.softmax(top, axis=-1), *experts(epn, params))
+    return peer(x, *route(logits, K), *experts(epn, params))
 
 
 ring = functools.partial(_layer, peers.ring)

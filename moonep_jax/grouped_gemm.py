@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from moonep_jax import _compat, checks
+from moonep_jax import checks
 
 C = TypeVar("C")
 
@@ -137,6 +137,4 @@ def _wide(dtype: np.dtype) -> np.dtype:
 
 def _zeros(shape: tuple[int, ...], dtype: np.dtype, like: jax.Array) -> jax.Array:
     """Zeros that vary over the mesh axes of `like`: a loop's carry keeps its type."""
-    zeros = jnp.zeros(shape, dtype)
-    axes = tuple(_compat.varying_axes(like))
-    return lax.pcast(zeros, axes, to="varying") if axes else zeros
+    return checks.vary_together((jnp.zeros(shape, dtype), like))[0]

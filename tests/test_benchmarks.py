@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import STRICT
 
 ROOT = Path(__file__).parent.parent
 
@@ -37,7 +38,7 @@ TINY = {
 @pytest.mark.parametrize("name", TINY)
 def test_runs(name: str, tmp_path: Path) -> None:
     files = [f"--json={tmp_path / 'f.json'}", f"--page={tmp_path / 'f.md'}", f"--plot={tmp_path / 'f.png'}"]
-    command = [sys.executable, "-W", "error", "-m", f"benchmarks.{name}", *TINY[name].split(), *files]
+    command = [sys.executable, *STRICT, "-m", f"benchmarks.{name}", *TINY[name].split(), *files]
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("XLA_", "JAX_", "MOONEP_"))}
     environment |= {"JAX_PLATFORMS": "cpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280)

@@ -68,6 +68,16 @@ class WeightCall : public Call {
   int32_t SlotExpert(const RankView& v, int32_t rank, int32_t slot) const {
     return a_.args[0].i32()[rank * v.shape.epn() + slot];
   }
+  // Of each of this rank's experts, whether some rank holds a replica of it.
+  std::vector<bool> Replicated(const RankView& v) const {
+    const int32_t epn = v.shape.epn();
+    const int32_t* slots = a_.args[0].i32();
+    std::vector<bool> replicated(static_cast<size_t>(epn), false);
+    for (int32_t i = 0; i < v.shape.experts; ++i) {
+      if (slots[i] >= 0 && v.shape.home_of(slots[i]) == v.rank) replicated[static_cast<size_t>(slots[i] % epn)] = true;
+    }
+    return replicated;
+  }
   std::byte* In(size_t leaf, int64_t expert) const { return a_.args[leaf + 2].raw() + expert * leaf_bytes_[leaf]; }
   std::byte* Out(size_t leaf, int64_t expert) const { return a_.rets[leaf].raw() + expert * leaf_bytes_[leaf]; }
 
@@ -107,11 +117,7 @@ class PrefetchCall final : public WeightCall {
 
   std::string CopyIn(const RankView& v, int64_t round) override {
     const int32_t epn = v.shape.epn();
-    const int32_t* slots = a_.args[0].i32();
-    std::vector<bool> wanted(static_cast<size_t>(epn), false);
-    for (int32_t i = 0; i < v.shape.experts; ++i) {
-      if (slots[i] >= 0 && v.shape.home_of(slots[i]) == v.rank) wanted[static_cast<size_t>(slots[i] % epn)] = true;
-    }
+    const std::vector<bool> wanted = Replicated(v);
     for (const Piece& p : Pieces(round)) {
       for (int32_t e = 0; e < epn; ++e) {
         if (!wanted[static_cast<size_t>(e)]) continue;
@@ -142,11 +148,13 @@ class ReduceGradCall final : public WeightCall {
 
   std::string Begin(const RankView& v, uint64_t) override {
     if (std::string wrong = CheckSlots(v); !wrong.empty()) return wrong;
+    const std::vector<bool> replicated = Replicated(v);
     for (size_t leaf = 0; leaf < leaf_bytes_.size(); ++leaf) {
       if (In(leaf, 0) == Out(leaf, 0)) continue;
       const int64_t rows = std::min(a_.args[leaf + 2].dims[0], a_.rets[leaf].dims[0]);
       for (int64_t row = 0; row < rows; ++row) {
-        if (row < v.shape.epn() && replicated(v, row)) continue;  // its sum is written once, by CopyOut
+        if (row < v.shape.epn() && replicated[static_cast<size_t>(row)])
+          continue;  // its sum is written once, by CopyOut
         std::memcpy(Out(leaf, row), In(leaf, row), static_cast<size_t>(leaf_bytes_[leaf]));
       }
     }
@@ -188,14 +196,6 @@ class ReduceGradCall final : public WeightCall {
       }
     }
     return "";
-  }
-
- private:
-  // Whether some rank holds a replica of this rank's expert e.
-  bool replicated(const RankView& v, int64_t e) const {
-    const int32_t* slots = a_.args[0].i32();
-    const int32_t id = v.rank * v.shape.epn() + static_cast<int32_t>(e);
-    return std::find(slots, slots + v.shape.experts, id) != slots + v.shape.experts;
   }
 };
 
