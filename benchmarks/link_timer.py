@@ -30,10 +30,12 @@ _FLUSH_BYTES = 1 << 30
 
 
 class Hand(NamedTuple):
-    """Which options a rank is launched with: SMs of kernels that use the link, and bulk copies or 16-byte stores."""
+    """Which options a rank is launched with: SMs of kernels that use the link, 0: the library's choice; rounds of rows,
+    0: by their bytes.
+    """
 
     sms: int
-    bulk: bool = True
+    rounds: int = 0
 
 
 def _nothing() -> None:
@@ -141,7 +143,7 @@ class Pair:
                     timeout_s=5.0,
                     device=r,
                     link_blocks=h.sms,
-                    bulk=h.bulk,
+                    rounds=h.rounds,
                 )
                 for r in BOTH
             ]
@@ -188,19 +190,20 @@ class Call:
                     raise ValueError(wrong)
 
     def launch(self, hand: Hand, phases: Sequence[int] = PHASES, who: Sequence[int] = BOTH) -> None:
-        """Enqueues phases on ranks, phase by phase: what a kernel waits for is never behind it."""
-        clock = self._pair.clock
-        for phase in phases:
-            for r in who:
-                clock.on(r)
-                self._pair.hands[hand][r].launch(self._kind, *self._raw[r], 1, 0, phase, int(clock.streams[r]))
+        """Enqueues phases of all rounds on ranks, phase by phase: what a kernel waits for is never behind it."""
+        clock, ranks = self._pair.clock, self._pair.hands[hand]
+        for round_ in range(ranks[0].rounds(self._kind, *self._raw[0])):
+            for phase in phases:
+                for r in who:
+                    clock.on(r)
+                    ranks[r].launch(self._kind, *self._raw[r], 1, round_, phase, int(clock.streams[r]))
 
     def one_launch(self, hand: Hand) -> bool:
         """Whether the call is so small that one launch makes it."""
         return all(self._pair.hands[hand][r].whole(self._kind, *self._raw[r]) for r in BOTH)
 
     def send(self, hand: Hand, who: tuple[int, ...] = BOTH) -> Variant:
-        """The send kernels of some ranks alone."""
+        """The send kernels of some ranks alone; of a call in one round."""
         others = [r for r in BOTH if r not in who]
 
         def after() -> None:

@@ -139,7 +139,7 @@ def bench_rows(bench: Bench, shape: Shape, name: str, mode: str) -> None:
     """Each data kernel of dispatch and combine on rank 0, against a plain copy with the same SMs and bytes."""
     s, topk, h, sms = shape.s, shape.K, shape.H, bench.sms
     with ranks_of(shape.R, experts=shape.E, topk=topk, tokens=s, padding=8, hidden=h, row_bytes=2 * h,
-                  exact=mode == "exact") as (group, pool):  # fmt: skip
+                  exact=mode == "exact", rounds=1) as (group, pool):  # fmt: skip
         n = group.shape.recv_rows(s)
         new: Put = lambda *dims, dtype=BF16: pool.blank(dims, dtype, fill=0x3C)  # noqa: E731
         plan = {k: pool.blank(d, np.int32) for k, d in zip(PLAN_ARRAYS, plan_dims(shape, n), strict=True)}
@@ -152,13 +152,15 @@ def bench_rows(bench: Bench, shape: Shape, name: str, mode: str) -> None:
             "combine": ([*(plan[k] for k in BACK), hidden, weights], [y]),
         }
         primary, src, to = (plan[k][0].read() for k in ("primary", "src", "dst_rank"))
-        primaries, held = int((primary == np.arange(n)).sum()), int((src >= 0).sum())
+        first, own = primary == np.arange(n), (src >= 0) & (src < s * topk)
+        primaries, held = int(first.sum()), int((src >= 0).sum())
+        at_home, others = int((first & own).sum() + own.sum()) + n - held, (src >= s * topk)
         to = np.sort(to, axis=1)
         sent = int((to[:, 0] >= 0).sum() + ((to[:, 1:] != to[:, :-1]) & (to[:, 1:] >= 0)).sum())
         exact = mode == "exact"
-        moved = {  # rows read plus written by rank 0
-            ("dispatch", "send"): s + sent,
-            ("dispatch", "local"): primaries + n,
+        moved = {  # rows read plus written by rank 0; rows that need no peer are copied out while others are sent
+            ("dispatch", "send"): s + sent - int((first & own).sum()) + at_home,
+            ("dispatch", "local"): int((first & others).sum() + others.sum()),
             ("combine", "send"): held + (held if exact else primaries),
             ("combine", "local"): (s * topk if exact else sent) + s,
         }

@@ -91,9 +91,10 @@ class Moe(Pair):
 def bench_rows(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
     """dispatch and combine of both ranks at once, kernels that send and whole ops, beside both copy engines at once.
 
-    Local bytes are those that the last kernel reads and writes: with the bytes on the wire, what an op cannot avoid.
+    Local bytes are those that are read and written after the last row has come, in a call without overlap: with the
+    bytes on the wire, the model of its time. Sends are those of calls in one round.
     """
-    hands = [Hand(sm, bulk) for sm in sms for bulk in (True, False)]
+    hands = [Hand(sm, rounds) for sm in [*sms, 0] for rounds in (1, 3)]
     for s in (1024, 4096, 8192):
         h = 7168
         moe = Moe(clock, hands, s, h, topk=8, experts=256, padding=8)
@@ -112,12 +113,11 @@ def bench_rows(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
                     clock.copy(moe.hidden[1 - r], moe.x[r], wire, r)
 
             call = moe.calls[op]
-            tried = [hand for hand in hands if out or hand.bulk]  # sums are stores in any case
-            variants = {f"send {hand}": call.send(hand) for hand in tried}
-            variants |= {f"whole {hand}": call.whole(hand) for hand in tried}
+            variants = {f"send {hand}": call.send(hand) for hand in hands if hand.rounds == 1}
+            variants |= {f"whole {hand}": call.whole(hand) for hand in hands}
             us = {k: statistics.median(v) for k, v in clock.measure(variants | {"copy": Variant(copy)}, runs).items()}
-            for hand in tried:
-                send, whole = us[f"send {hand}"], us[f"whole {hand}"]
+            for hand in hands:
+                send, whole = us[f"send {Hand(hand.sms, 1)}"], us[f"whole {hand}"]
                 keep({"op": op, "S": s, **hand._asdict(), "wire_MB": wire / 1e6, "local_MB": local / 1e6,
                       "send_us": send, "whole_us": whole, "copy_us": us["copy"], "model_us": model,
                       "over_model": whole / model, "GBps": wire / send / 1e3,
@@ -178,11 +178,10 @@ def table(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     if rows := result.get("rows"):
-        head(["op", "S", "SMs", "copies", "wire MB", "send us", "GB/s", "of 394", "of 351", "both copy engines us",
+        head(["op", "S", "SMs", "rounds", "wire MB", "send us", "GB/s", "of 394", "of 351", "both copy engines us",
               "whole us", "of the model"])  # fmt: skip
         for r in rows:
-            copies = "bulk" if r["bulk"] and r["op"] in OUTWARD else "stores"
-            cells = [r["op"], str(r["S"]), str(r["sms"]), copies, f"{r['wire_MB']:.1f}",
+            cells = [r["op"], str(r["S"]), str(r["sms"] or "default"), str(r["rounds"]), f"{r['wire_MB']:.1f}",
                      f"{r['send_us']:.1f}", f"{r['GBps']:.0f}", f"{r['of_one_way']:.2f}", f"{r['of_both_ways']:.2f}",
                      f"{r['copy_us']:.1f}", f"{r['whole_us']:.1f}", f"{r['over_model']:.2f}"]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
@@ -212,7 +211,7 @@ def main() -> None:
     clock, runs = Clock(), options.runs
     parts: dict[str, Callable[[Keep], None]] = {
         "prefetch": lambda keep: bench_prefetch(clock, [16, 32, 64, sms], runs, keep),
-        "rows": lambda keep: bench_rows(clock, [8, 16, 20, 32, 64], runs, keep),
+        "rows": lambda keep: bench_rows(clock, [8, 16, 20, 32, 48, 64, sms], runs, keep),
         "decode": lambda keep: bench_decode(clock, sms, 4 * runs, keep),
     }
     for part in options.parts.split(","):

@@ -72,7 +72,6 @@ class GpuBackend:
         return {
             "link_blocks": config.num_sms or 0,
             "local_blocks": config.local_sms or 0,
-            "bulk": self._variables.row_copy == "bulk",
         }
 
 

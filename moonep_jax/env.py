@@ -14,7 +14,6 @@ from typing import Final, Literal, NamedTuple, cast
 from moonep_jax.errors import ConfigError, message
 
 HandleType = Literal["auto", "fd", "fabric"]
-RowCopy = Literal["bulk", "vector"]
 
 
 class Variable(NamedTuple):
@@ -31,9 +30,6 @@ VARIABLES: Final = (
     Variable("MOONEP_POISON", "0", "1: outputs and staging memory are filled with NaN before use (for tests)."),
     Variable("MOONEP_DELAY_US", "0", "Longest random delay before a call is posted, in microseconds (for tests)."),
     Variable("MOONEP_DELAY_SEED", "0", "Seed of those delays (for tests)."),
-    Variable(
-        "MOONEP_ROW_COPY", "bulk", "How GPUs send rows: bulk (copies by the memory engine) or vector (16-byte stores)."
-    ),
     Variable(
         "MOONEP_COLLECTIVE_STREAM",
         "0",
@@ -52,33 +48,29 @@ class Env:
     poison: bool = False
     delay_us: int = 0
     delay_seed: int = 0
-    row_copy: RowCopy = "bulk"
     collective_stream: bool = False
     debug: bool = False
 
 
 def read() -> Env:
     """Reads all variables. Raises ConfigError for a value outside the ones allowed. An empty value is the default."""
-    kind, timeout, poison, delay, seed, copy, stream, debug = (
+    kind, timeout, poison, delay, seed, stream, debug = (
         os.environ.get(v.name, "").strip() or v.default for v in VARIABLES
     )
     if kind not in ("auto", "fd", "fabric"):
         raise _bad(0, kind, "auto, fd or fabric")
     if poison not in ("0", "1"):
         raise _bad(2, poison, "0 or 1")
-    if copy not in ("bulk", "vector"):
-        raise _bad(5, copy, "bulk or vector")
     if stream not in ("0", "1"):
-        raise _bad(6, stream, "0 or 1")
+        raise _bad(5, stream, "0 or 1")
     if debug not in ("0", "1"):
-        raise _bad(7, debug, "0 or 1")
+        raise _bad(6, debug, "0 or 1")
     return Env(
         mem_handle_type=cast(HandleType, kind),
         setup_timeout_s=_seconds(1, timeout),
         poison=poison == "1",
         delay_us=_natural(3, delay),
         delay_seed=_natural(4, seed),
-        row_copy=cast(RowCopy, copy),
         collective_stream=stream == "1",
         debug=debug == "1",
     )

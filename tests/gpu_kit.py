@@ -196,7 +196,7 @@ class Group:
         local_blocks: int = 0,
         timeout_s: float = 5.0,
         whole: bool = True,
-        bulk: bool = True,
+        rounds: int = 0,
         **shape: Any,
     ):
         from cuda.bindings import runtime
@@ -219,7 +219,7 @@ class Group:
                 link_blocks=link_blocks,
                 local_blocks=local_blocks,
                 whole=whole and ranks <= 8,  # a waiting cluster per rank: more are not sure to fit on one GPU
-                bulk=bulk,
+                rounds=rounds,
             )
             for r in range(ranks)
         ]

@@ -180,10 +180,10 @@ def test_table_defaults_are_the_defaults(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_environment_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = ("fabric", "2.5", "1", "300", "7", "vector", "1", "1")
+    values = ("fabric", "2.5", "1", "300", "7", "1", "1")
     for variable, value in zip(env.VARIABLES, values, strict=True):
         monkeypatch.setenv(variable.name, value)
-    assert env.read() == env.Env("fabric", 2.5, True, 300, 7, "vector", True, True)
+    assert env.read() == env.Env("fabric", 2.5, True, 300, 7, True, True)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_environment_values(monkeypatch: pytest.MonkeyPatch) -> None:
     [("MOONEP_MEM_HANDLE_TYPE", v) for v in ("FD", "nvlink")]
     + [("MOONEP_SETUP_TIMEOUT_S", v) for v in ("0", "-1", "inf", "nan", "soon")]
     + [("MOONEP_POISON", v) for v in ("2", "true")]
-    + [("MOONEP_ROW_COPY", "tma"), ("MOONEP_COLLECTIVE_STREAM", "yes"), ("MOONEP_DEBUG", "on")]
+    + [("MOONEP_COLLECTIVE_STREAM", "yes"), ("MOONEP_DEBUG", "on")]
     + [(n, v) for n in ("MOONEP_DELAY_US", "MOONEP_DELAY_SEED") for v in ("-1", "1.5", "x", str(2**31), "\u0663")],
 )
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:

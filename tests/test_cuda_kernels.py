@@ -341,11 +341,11 @@ def test_a_peer_may_be_one_plan_ahead() -> None:
 # -- for compute-sanitizer: everything once, small ---------------------------------------------------------------------
 
 SMALL = [(BF16, "dedup", "exact"), (np.float32, "exact", "home")]
-# One launch for a call; several, with rows by bulk copies or by vectors.
-LAUNCHES = [{"whole": True}, {"whole": False}, {"whole": False, "bulk": False}]
+# One launch for a call; several, in one round or in all.
+LAUNCHES = [{"whole": True}, {"whole": False, "rounds": 1}, {"whole": False, "rounds": 3}]
 
 
-@pytest.mark.parametrize("launches", LAUNCHES, ids=["whole", "bulk", "vector"])
+@pytest.mark.parametrize("launches", LAUNCHES, ids=["whole", "one_round", "rounds"])
 @pytest.mark.parametrize(("dtype", "mode", "planner"), SMALL)
 def test_sanitizer_rows(dtype: Any, mode: str, planner: str, launches: dict[str, bool]) -> None:
     with Run(Shape(2, 16, 2, 4, 72), 8, dtype, mode, planner, timeout_s=120.0, **launches) as run:
@@ -358,7 +358,7 @@ def test_sanitizer_weights(full: bool) -> None:
         check_weights(run, "one_home", 0, [(24, 8), (5,)], BF16, full)
 
 
-@pytest.mark.parametrize("launches", LAUNCHES, ids=["whole", "bulk", "vector"])
+@pytest.mark.parametrize("launches", LAUNCHES, ids=["whole", "one_round", "rounds"])
 @pytest.mark.parametrize(("dtype", "mode", "planner"), SMALL)
 def test_sanitizer_unwritten_rows(
     dtype: Any, mode: str, planner: str, launches: dict[str, bool], monkeypatch: pytest.MonkeyPatch

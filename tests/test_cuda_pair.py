@@ -15,7 +15,7 @@ import gpu_kit
 import pytest
 from harness import Run, launch
 from workers.each_op import OPS
-from workers.pair import FIRST_S, LIMIT_S
+from workers.pair import FIRST_S, INSIDE_S, LIMIT_S
 
 
 def _two_gpus() -> bool:
@@ -144,7 +144,8 @@ def test_killed(kills: dict[tuple[str, bool], Run], phase: str, inside: bool) ->
     assert "fault" in survivor.results and survivor.returncode == 0, survivor.tail()
     fault, place = survivor.results["fault"], 0 if phase == "idle" else OPS.index(phase)
     failing = (OPS[place:] + OPS)[1 if inside else 0]
-    _check_fault(fault, failing, FIRST_S if phase == "idle" else LIMIT_S, survivor.results["close_s"])
+    limit_s = INSIDE_S if inside else FIRST_S if phase == "idle" else LIMIT_S
+    _check_fault(fault, failing, limit_s, survivor.results["close_s"])
     assert fault["went_well"] == ([phase] if inside else [])
     assert survivor.results["alive"]
 

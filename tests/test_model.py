@@ -35,6 +35,10 @@ GPU = [
     ("N=3", "CALLS=2", "PROGRAM=2", "IMPATIENT"),
     *(("N=3", "CALLS=2", program, "LEAVE") for program in (PLANS, MOVES)),
     ("N=2", "CALLS=3", "PROGRAM=2", "LEAVE"),
+    *(("N=2", "CALLS=3", program, "ROUNDS=2") for program in (MOVES, *MIXED)),
+    ("N=3", "CALLS=2", "PROGRAM=3", "ROUNDS=2"),
+    *(("N=2", "CALLS=3", MOVES, "ROUNDS=2", what) for what in ("CRASH", "SKIP=1", "SKIP=2", "IMPATIENT", "LEAVE")),
+    ("N=3", "CALLS=2", "PROGRAM=2", "ROUNDS=2", "CRASH"),
 ]
 # What is broken, where it shows, and the part of the model that must notice.
 GPU_MUTANTS = [
@@ -51,6 +55,9 @@ GPU_MUTANTS = [
     ("ERROR_NOT_FIRST", ("N=2", "CALLS=3", PLANS, "IMPATIENT"), "error"),
     ("POLL_ONE", ("N=3", "CALLS=3", MOVES, "CRASH"), "error"),
     ("RECORD_AFTER_WORD", ("N=3", "CALLS=2", MOVES, "CRASH"), "names"),
+    ("READ_BEFORE_WAIT", ("N=2", "CALLS=2", MOVES, "ROUNDS=2"), "cell"),
+    ("NO_ROUND_AHEAD", ("N=2", "CALLS=2", MOVES, "ROUNDS=2"), "error"),
+    ("NO_CONSUMED", ("N=2", "CALLS=2", MOVES, "ROUNDS=2"), "cell"),
 ]
 CPU = [
     ("N=2", "CALLS=2"),

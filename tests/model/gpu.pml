@@ -1,7 +1,8 @@
 /* How ranks on GPUs wait for each other, for the model checker Spin. tests/test_model.py runs it.
  *
  * Every rank makes the same CALLS calls in stream order. A call sends something to every rank, tells them, waits for all
- * of them, reads what came, and gives credits back. Names after "=" are the functions of xla_ffi/cuda that a step models.
+ * of them, reads what came, and gives credits back. Large calls of rows do so in rounds, and read what came in a round
+ * while they send the next one. Names after "=" are the functions of xla_ffi/cuda that a step models.
  *
  * What is checked: nothing is read before it is written, nothing is written over before it is read, no rank takes another
  * call's data for its own; healthy ranks never stop and never report an error; with a rank that dies at any step all
@@ -13,12 +14,16 @@
  * N        ranks
  * CALLS    calls of each, at most 4
  * PROGRAM  bit i: call i+1 moves rows (it has credits); else it is a plan (none, but a buffer of two halves)
+ * ROUNDS   of a call of rows; 1 unless given, at most 2
  * Scenario, at most one: CRASH (the last rank dies at any step), SKIP=i (the last rank leaves call i out),
  *          IMPATIENT (any wait may end at any time: limits that are too short, ranks that were stopped),
  *          LEAVE (the last rank's host says at any time that it is gone; its calls may be in flight)
  * Mutants: NO_CONSUMED, CREDIT_BEFORE_READ, ERROR_NOT_FIRST, PUBLISH_BEFORE_LAST_STORE, NO_PARITY, ANY_EPOCH, NO_TAG,
- *          NEVER_AHEAD, POLL_ONE, RECORD_AFTER_WORD
+ *          NEVER_AHEAD, POLL_ONE, RECORD_AFTER_WORD, READ_BEFORE_WAIT, NO_ROUND_AHEAD
  */
+#ifndef ROUNDS
+#define ROUNDS 1
+#endif
 #define ALL ((1 << N) - 1)
 #define LAST (N - 1)
 #define BIT(r) (1 << (r))
@@ -27,17 +32,17 @@
 #define ROWS 1
 #define PART(call) ((PROGRAM >> ((call) - 1)) & 1)
 
-/* Words and cells of rank `to` that rank `from` writes. A call has the tag `call`. */
+/* Words and cells of rank `to` that rank `from` writes. A call has the tag `call`. Rounds have cells of their own. */
 #define AT(part, to, from) (((part) * N + (to)) * N + (from))
 byte arrived_epoch[2 * N * N]; /* = ControlBlockGpu::arrived: one 64-bit word, so epoch and tag change together */
 byte arrived_tag[2 * N * N];
 byte consumed[N * N]; /* = ControlBlockGpu::consumed, of rows */
 #ifdef NO_PARITY
-#define HALF(part, epoch) (part)
+#define HALF(round) ((part) == ROWS -> 2 + (round) : 0)
 #else
-#define HALF(part, epoch) ((part) == ROWS -> 2 : (epoch) & 1) /* = RankViewGpu::ids and so on take the parity */
+#define HALF(round) ((part) == ROWS -> 2 + (round) : (epoch) & 1) /* = RankViewGpu::ids and so on take the parity */
 #endif
-byte cell[3 * N * N]; /* data: the tag of the call that wrote it, 0 once it was read */
+byte cell[(2 + ROUNDS) * N * N]; /* data: the tag of the call that wrote it, 0 once it was read */
 
 bool error[N * N]; /* = ControlBlockGpu::error */
 byte record[N];    /* = ControlBlockGpu::record: bits of the ranks that it names */
@@ -59,10 +64,16 @@ byte record[N];    /* = ControlBlockGpu::record: bits of the ranks that it names
 #define OURS(r) true
 #else
 #define ARRIVED(r) (arrived_epoch[AT(part, me, r)] >= epoch)
-#ifdef NO_TAG
-#define SAME(r) (arrived_epoch[AT(part, me, r)] == epoch)
+/* A round is an epoch of its own, and a peer may be at a later one of this call. */
+#ifdef NO_ROUND_AHEAD
+#define LAST_OF_CALL epoch
 #else
-#define SAME(r) (arrived_epoch[AT(part, me, r)] == epoch && arrived_tag[AT(part, me, r)] == tag)
+#define LAST_OF_CALL (epoch + rounds - 1 - round)
+#endif
+#ifdef NO_TAG
+#define SAME(r) (arrived_epoch[AT(part, me, r)] <= LAST_OF_CALL)
+#else
+#define SAME(r) (arrived_epoch[AT(part, me, r)] <= LAST_OF_CALL && arrived_tag[AT(part, me, r)] == tag)
 #endif
 /* A plan gives no credits, so a peer may be one ahead; it then has compared this rank's tag of this epoch with its own. */
 #ifdef NEVER_AHEAD
@@ -159,11 +170,27 @@ inline Adopt() {
                             arrived_tag[AT(part, r, me)] = tag; todo = todo - BIT(r) }
 #define GIVE_BACK(r) atomic { (todo & BIT(r)) -> MAY_DIE; consumed[AT(0, r, me)] = epoch; todo = todo - BIT(r) }
 
+/* = ExpandRows, ReduceRows, PrefetchExpand, ReducePull, MakeTables and PlaceTile: what every rank has sent. */
+inline Read(which) {
+  to = 0;
+  do
+  :: live && to < N ->
+    atomic {
+      MAY_DIE;
+      assert(cell[AT(HALF(which), me, to)] == tag); /* it is there, and it is this call's */
+      cell[AT(HALF(which), me, to)] = 0;
+      to++
+    }
+  :: else -> break
+  od
+}
+
 active [N] proctype Rank() {
   byte me = _pid;
   byte call = 1;
   byte tag, part, epoch, epochs[2];
   byte to, names, todo;
+  byte round, rounds;
   bool live;
 
   do
@@ -182,6 +209,8 @@ active [N] proctype Rank() {
       epochs[part]++;
       epoch = epochs[part];
       live = true;
+      round = 0;
+      rounds = (part == ROWS -> ROUNDS : 1);
       to = 0
     }
 #ifndef ERROR_NOT_FIRST
@@ -206,60 +235,81 @@ active [N] proctype Rank() {
     fi;
 #endif
 
-    /* = SendRows, SendBulk, ReturnRows, PrefetchSend, PushTile: stores to every rank. */
     do
+    :: round == rounds -> break
+    :: else ->
+      /* = SendRows, ReturnRows, PrefetchSend, PushTile: stores to every rank. */
+      to = 0;
+      do
 #ifdef PUBLISH_BEFORE_LAST_STORE
-    :: live && to < N - 1 ->
+      :: live && to < N - 1 ->
 #else
-    :: live && to < N ->
+      :: live && to < N ->
 #endif
-      atomic {
-        MAY_DIE;
-        ALLOWED;
-        assert(cell[AT(HALF(part, epoch), to, me)] == 0); /* what was there has been read */
-        cell[AT(HALF(part, epoch), to, me)] = tag;
-        to++
-      }
-    :: else -> break
-    od;
+        atomic {
+          MAY_DIE;
+          ALLOWED;
+          assert(cell[AT(HALF(round), to, me)] == 0); /* what was there has been read */
+          cell[AT(HALF(round), to, me)] = tag;
+          to++
+        }
+      :: else -> break
+      od;
 
-    /* = EndPush: looks at the error words again, after all blocks. */
-    if
-#ifndef ERROR_NOT_FIRST
-    :: live && part == IDS && ANY(ERROR) -> Adopt()
-#endif
-    :: else
-    fi;
-    /* = Tail, PublishArrived: a thread for each rank, in any order. */
-    todo = (live -> ALL : 0);
-    do
-    :: todo == 0 -> break
-    OPTION_FOR_EACH(PUBLISH)
-    od;
-#ifdef PUBLISH_BEFORE_LAST_STORE
-    if
-    :: live -> cell[AT(HALF(part, epoch), LAST, me)] = tag
-    :: else
-    fi;
-#endif
-
-    /* = WaitArrived: WaitForAll, of what the peers send. */
-    if
-    :: live ->
-      ALLOWED;
+      /* = EndPush: looks at the error words again, after all blocks. */
       if
-      :: EACH(ARRIVED) ->
-        atomic { names = BITS(OURS) }
+#ifndef ERROR_NOT_FIRST
+      :: live && part == IDS && ANY(ERROR) -> Adopt()
+#endif
+      :: else
+      fi;
+      /* = Tail, PublishArrived: a thread for each rank, in any order. */
+      todo = (live -> ALL : 0);
+      do
+      :: todo == 0 -> break
+      OPTION_FOR_EACH(PUBLISH)
+      od;
+#ifdef PUBLISH_BEFORE_LAST_STORE
+      if
+      :: live -> cell[AT(HALF(round), LAST, me)] = tag
+      :: else
+      fi;
+#endif
+      /* = RunStep: blocks that do not send read the round before. They may be later than the word of this round. */
+#ifdef READ_BEFORE_WAIT
+      Read(round);
+#else
+      if
+      :: round > 0 -> Read(round - 1)
+      :: else
+      fi;
+#endif
+
+      /* = WaitArrived: WaitForAll, of what the peers send. */
+      if
+      :: live ->
+        ALLOWED;
         if
-        :: names != 0 -> Raise(names) /* = ErrorRecord::kMismatch */
+        :: EACH(ARRIVED) ->
+          atomic { names = BITS(OURS) }
+          if
+          :: names != 0 -> Raise(names) /* = ErrorRecord::kMismatch */
+          :: else
+          fi
+        :: PEER_FAILED(NOT_ARRIVED_BUT_ERROR) -> Adopt()
+        :: atomic { LIMIT && !EACH(ARRIVED) -> names = BITS(ARRIVED); NOBODY_TOLD };
+          Raise(names)
+        fi
+      :: else
+      fi;
+      atomic {
+        round++;
+        if
+        :: round < rounds -> epochs[part]++; epoch = epochs[part]
         :: else
         fi
-      :: PEER_FAILED(NOT_ARRIVED_BUT_ERROR) -> Adopt()
-      :: atomic { LIMIT && !EACH(ARRIVED) -> names = BITS(ARRIVED); NOBODY_TOLD };
-        Raise(names)
-      fi
-    :: else
-    fi;
+      }
+    od;
 
 #ifdef CREDIT_BEFORE_READ
     todo = (live && part == ROWS -> ALL : 0);
@@ -268,18 +318,9 @@ active [N] proctype Rank() {
     OPTION_FOR_EACH(GIVE_BACK)
     od;
 #endif
-    /* = ExpandRows, ReduceRows, PrefetchExpand, ReducePull, MakeTables and PlaceTile: what every rank has sent. */
-    to = 0;
-    do
-    :: live && to < N ->
-      atomic {
-        MAY_DIE;
-        assert(cell[AT(HALF(part, epoch), me, to)] == tag); /* it is there, and it is this call's */
-        cell[AT(HALF(part, epoch), me, to)] = 0;
-        to++
-      }
-    :: else -> break
-    od;
+#ifndef READ_BEFORE_WAIT
+    Read(round - 1);
+#endif
 #ifndef CREDIT_BEFORE_READ
     /* = PublishConsumed: a thread for each rank, in any order. */
     todo = (live && part == ROWS -> ALL : 0);

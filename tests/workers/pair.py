@@ -20,6 +20,7 @@ from workers import Context, gpu, raised
 from workers.each_op import OPS, EachOp, alive, wait_for_state
 
 LIMIT_S, FIRST_S = 2.0, 10.0  # of later and of first calls where a process is killed or stopped
+INSIDE_S = 10.0  # where it is killed inside a call: its kernels run on until its context is gone, and must not give up
 EP = P("ep")
 
 
@@ -172,13 +173,14 @@ def _bring_to(c: Context, at: EachOp, phase: str) -> tuple[str, ...]:
 def kill(c: Context) -> None:
     """Process 1 is killed before it makes the call of a phase, or ("inside") while its kernels wait in it."""
     phase, pid = c.args["phase"], _exchange_pids(c)
-    at = EachOp(c, timeout_s=LIMIT_S, first_call_timeout_s=FIRST_S)
+    inside = c.args["inside"]
+    at = EachOp(c, timeout_s=INSIDE_S if inside else LIMIT_S, first_call_timeout_s=FIRST_S)
     ops = _bring_to(c, at, phase)
     c.barrier()
     if c.index == 1:
-        if c.args["inside"]:
+        if inside:
             at.start(phase)
-            time.sleep(LIMIT_S / 2)
+            time.sleep(1.0)  # its kernels wait by now
         os.kill(os.getpid(), signal.SIGKILL)
     wait_for_state(pid, "ZX")
     time.sleep(1.0)  # its threads and its context go after it
@@ -194,6 +196,7 @@ def stop(c: Context) -> None:
     for phase in ("idle", *OPS):
         c.case(phase, lambda phase=phase: _stopped(c, phase, pid))
     c.case("short", lambda: _stopped_for_a_while(c, pid))
+    c.shut_down_after((1,))
 
 
 def _stopped(c: Context, phase: str, pid: int) -> dict[str, Any]:

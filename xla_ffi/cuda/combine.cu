@@ -1,7 +1,7 @@
 // combine and dispatch_grad: rows back to the sources of their tokens, and their sums.
 //
-// Begin -> send (a grid of link_blocks: sums of each token's rows here, to its source) -> Wait -> reduce (a grid of
-// local_blocks: the source adds up what came). Few bytes: one launch does it all.
+// Begin, then rounds of a step and Wait, then a last step. A step sends a round's tokens (sums of each one's rows here,
+// to its source) while other blocks add up what came in the round before. Few bytes: one launch does it all.
 #include "xla_ffi/cuda/rows.cuh"
 
 namespace moonep {
@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 512;       // sums need more registers than copies
 constexpr int kWholeThreads = 384;  // two bodies and the waits in one kernel: more would spill
-constexpr int kUnroll = 4;          // loads in flight per lane
+constexpr int kUnroll = 4;          // loads in flight per lane, of one row
 
 // The rows of one token on this rank are summed and stored in the source's return buffer. exact: every row travels as
 // it is, its weight beside it. kEager: the row is loaded before it is known to matter, which is one trip to memory
@@ -18,6 +18,7 @@ template <class E, class V, bool kEager>
 struct ReturnRows {
   const RankViewGpu& v;
   const CombineArgs& a;
+  Tokens tokens;
 
   struct Ready {
     Piece piece;
@@ -40,23 +41,20 @@ struct ReturnRows {
     r.next = a.next[piece.row];
     r.w = a.w[piece.row];
     r.leads = v.shape.exact || primary == piece.row;
-    if (!kEager && r.leads && r.src >= 0) Load(r.data, Out(piece.row), i, piece.end);
     return r;
   }
   __device__ void Finish(Ready& r) const {
     const Piece p = r.piece;
-    const uint32_t per_rank = static_cast<uint32_t>(a.tokens * v.shape.topk);
-    if (!Inside(r.src, static_cast<int64_t>(per_rank) * v.shape.ranks)) return;
-    const int32_t source = static_cast<int32_t>(static_cast<uint32_t>(r.src) / per_rank);
-    const int64_t assignment = static_cast<uint32_t>(r.src) % per_rank;
+    const Source from = Source::Of(v, a.tokens, r.src);
+    if (!Inside(from.rank, v.shape.ranks) || !tokens.Has(from.token)) return;
     const bool exact = v.shape.exact;
     const bool scaled = a.returned == nullptr;
-    if (Lane() == 0 && p.begin == 0 && (exact || !scaled)) v.return_weights(source)[assignment] = r.w;
+    if (Lane() == 0 && p.begin == 0 && (exact || !scaled)) v.return_weights(from.rank)[from.assignment] = r.w;
     if (!r.leads) return;
     for (int32_t i = p.begin + Lane(); i < p.end; i += 32 * kUnroll) {
-      if (i != p.begin + Lane()) Load(r.data, Out(p.row), i, p.end);
+      if (!kEager || i != p.begin + Lane()) Load(r.data, Out(p.row), i, p.end);
       if (!exact) SumChain(r, scaled, i);
-      Store(r.data, v.return_row(source, assignment), i, p.end);
+      Store(r.data, v.return_row(from.rank, from.assignment), i, p.end);
     }
   }
   // In chain order, rounded once. The next row of the chain is under way while this one is added.
@@ -93,36 +91,36 @@ template <class E, class V, int kVectors, int kBatch>
 struct ReduceRows {
   const RankViewGpu& v;
   const CombineArgs& a;
+  Tokens tokens;
 
   struct Ready {
     Piece piece;
     PerAssignment<int32_t> to_rank;
   };
+  __device__ int64_t Token(const Piece& piece) const { return tokens.begin + piece.row; }
   __device__ Ready Prepare(const Piece& piece) const {
     if (piece.row < 0) return {piece, {-1, -1}};
     const int topk = v.shape.topk;
-    return {piece, PerAssignment<int32_t>::Load(a.dst_rank + static_cast<int64_t>(piece.row) * topk, topk, -1)};
+    return {piece, PerAssignment<int32_t>::Load(a.dst_rank + Token(piece) * topk, topk, -1)};
   }
-  __device__ void Finish(const Ready& r, bool live) const {
+  __device__ void Finish(const Ready& r) const {
     const Piece p = r.piece;
     const int topk = v.shape.topk;
     const bool exact = v.shape.exact;
     const bool scaled = exact && a.returned == nullptr;
-    const int64_t first = static_cast<int64_t>(p.row) * topk;
+    const int64_t first = Token(p) * topk;
     PerAssignment<float> weight{1.0f, 1.0f};
-    if (live && (scaled || a.returned != nullptr)) {
+    if (scaled || a.returned != nullptr) {
       weight = PerAssignment<float>::Load(v.return_weights(v.rank) + first, topk, 0.0f);
     }
     if (a.returned != nullptr && p.begin == 0) {
       const auto give = [&](int k, int32_t rank, float value) {
-        if (k < topk) a.returned[first + k] = !live ? __int_as_float(-1) : rank >= 0 ? value : 0.0f;
+        if (k < topk) a.returned[first + k] = rank >= 0 ? value : 0.0f;
       };
       give(Lane(), r.to_rank.low, weight.low);
       give(Lane() + 32, r.to_rank.high, weight.high);
     }
-    const uint64_t summands = !live ? 0 : exact ? RoutedMask(r.to_rank) : PrimaryMask(r.to_rank, topk);
-    V blank;
-    memset(&blank, live ? 0 : 0xff, sizeof(V));
+    const uint64_t summands = exact ? RoutedMask(r.to_rank) : PrimaryMask(r.to_rank, topk);
     for (int32_t begin = p.begin; begin < p.end; begin += 32 * kVectors) {
       const int32_t i = begin + Lane();
       Sum<E, V> sum[kVectors];
@@ -153,36 +151,39 @@ struct ReduceRows {
           }
         }
       }
-      V rounded[kVectors];
+      V rounded[kVectors] = {};
 #pragma unroll
-      for (int u = 0; u < kVectors; ++u) rounded[u] = summands != 0 ? sum[u].Rounded() : blank;
-      Store(rounded, a.y + static_cast<int64_t>(p.row) * v.shape.row_bytes, i, p.end);
+      for (int u = 0; u < kVectors && summands != 0; ++u) rounded[u] = sum[u].Rounded();
+      Store(rounded, a.y + Token(p) * v.shape.row_bytes, i, p.end);
     }
   }
 };
 
-template <class E, class V>
-__global__ void __launch_bounds__(kThreads, 1)
-    CombineSend(const __grid_constant__ RankViewGpu v, const __grid_constant__ CombineArgs a,
-                const __grid_constant__ Cut cut) {
-  __shared__ int32_t taken;
-  StreamTurn();
-  LetNextStart();
-  ControlBlockGpu::PartState& part = State(v, Part::kReturns);
-  if (part.live != 0) Pass(ReturnRows<E, V, false>{v, a}, Pieces(cut, &taken)).Run();
-  EndSend(v, Part::kReturns, part);
+template <class V>
+__device__ inline void PoisonResults(const RankViewGpu& v, const CombineArgs& a, const Crew& crew) {
+  Poison<V>(a.y, a.tokens * v.shape.row_bytes, crew);
+  if (a.returned != nullptr) Poison<float>(a.returned, a.tokens * v.shape.topk * 4, crew);
 }
 
 template <class E, class V>
+__global__ void __launch_bounds__(kThreads, 1)
+    CombineStep(const __grid_constant__ RankViewGpu v, const __grid_constant__ CombineArgs a,
+                const __grid_constant__ Step step, const __grid_constant__ Cut send,
+                const __grid_constant__ Cut local) {
+  RunStep(v, Part::kReturns, step, send, local, ReturnRows<E, V, false>{v, a, step.send},
+          ReduceRows<E, V, 2, 1>{v, a, step.local}, [&](const Crew& crew) { PoisonResults<V>(v, a, crew); });
+}
+
+// The last step, which only sums: fewer registers, so twice the warps.
+template <class E, class V>
 __global__ void __launch_bounds__(kThreads, 2)
-    CombineReduce(const __grid_constant__ RankViewGpu v, const __grid_constant__ CombineArgs a,
-                  const __grid_constant__ Cut cut) {
+    CombineLast(const __grid_constant__ RankViewGpu v, const __grid_constant__ CombineArgs a,
+                const __grid_constant__ Step step, const __grid_constant__ Cut, const __grid_constant__ Cut local) {
   __shared__ int32_t taken;
   StreamTurn();
   LetNextStart();
-  ControlBlockGpu::PartState& part = State(v, Part::kReturns);
-  Pass(ReduceRows<E, V, 2, 1>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
-  EndLocal(v, Part::kReturns, part);
+  RunLocal(v, Part::kReturns, step, Crew::Grid(), local, &taken, ReduceRows<E, V, 2, 1>{v, a, step.local},
+           [&](const Crew& crew) { PoisonResults<V>(v, a, crew); });
 }
 
 template <class E, class V>
@@ -191,9 +192,12 @@ __global__ void __launch_bounds__(kWholeThreads, 1)
                  const __grid_constant__ CallId id, const __grid_constant__ Cut send,
                  const __grid_constant__ Cut local) {
   StreamTurn();
+  const Tokens all{0, static_cast<int32_t>(a.tokens), true};
   WholeCall(
-      v, Part::kReturns, id, [&] { return Pass(ReturnRows<E, V, true>{v, a}, Pieces(send, nullptr)); },
-      [&] { return Pass(ReduceRows<E, V, 1, 4>{v, a}, Pieces(local, nullptr)); });
+      v, Part::kReturns, id,
+      [&] { return Pass(ReturnRows<E, V, true>{v, a, all}, Pieces(send, Crew::Grid(), nullptr)); },
+      [&] { return Pass(ReduceRows<E, V, 1, 4>{v, a, all}, Pieces(local, Crew::Grid(), nullptr)); },
+      [&] { PoisonResults<V>(v, a, Crew::Grid()); });
 }
 
 // A row type wider than the vector cannot be summed element by element: float32 rows are always 4-byte aligned.
@@ -211,21 +215,13 @@ cudaError_t WithRows(RowType type, int64_t bytes, uintptr_t addresses, F f) {
 
 }  // namespace
 
-cudaError_t LaunchCombineSend(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream) {
-  return WithRows(a.type, v.shape.row_bytes, Address(a.out), [&](auto element, auto vector) {
+cudaError_t LaunchCombineStep(const RankViewGpu& v, const CombineArgs& a, const Step& step, cudaStream_t stream) {
+  return WithRows(a.type, v.shape.row_bytes, Address(a.out) | Address(a.y), [&](auto element, auto vector) {
     using E = decltype(element);
     using V = decltype(vector);
-    const Cut cut = Cut::Of(a.rows, VectorsOf<V>(v), int64_t{blocks} * kThreads / 32);
-    return LaunchKernel(CombineSend<E, V>, ShapeFor(cut, blocks, kThreads), stream, v, a, cut);
-  });
-}
-
-cudaError_t LaunchCombineReduce(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream) {
-  return WithRows(a.type, v.shape.row_bytes, Address(a.y), [&](auto element, auto vector) {
-    using E = decltype(element);
-    using V = decltype(vector);
-    const Cut cut = Cut::Of(a.tokens, VectorsOf<V>(v), int64_t{blocks} * kThreads / 32);
-    return LaunchKernel(CombineReduce<E, V>, ShapeFor(cut, blocks, kThreads), stream, v, a, cut);
+    const Cut send = Cut::Of(a.rows, VectorsOf<V>(v), int64_t{step.senders} * kThreads / 32);
+    const Cut local = Cut::Of(step.local.count(), VectorsOf<V>(v), int64_t{step.locals} * kThreads / 32);
+    return LaunchStep(step.last ? CombineLast<E, V> : CombineStep<E, V>, step, send, local, kThreads, stream, v, a);
   });
 }
 

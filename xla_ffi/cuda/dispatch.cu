@@ -1,8 +1,8 @@
 // dispatch and combine_grad: rows to the ranks that compute them, and out of the shared memory into the result.
 //
-// Begin -> send (a grid of link_blocks: bulk copies, or vectors where sizes or addresses do not allow them) -> Wait ->
-// expand (a grid of local_blocks). Few bytes: one launch does it all.
-#include "xla_ffi/cuda/bulk.cuh"
+// Begin, then rounds of a step and Wait, then a last step. A step sends a round's tokens (blocks that the link keeps
+// busy) while other blocks expand the rows of the round before; the first one expands the rows that never leave their
+// rank, which go from operand to result. Few bytes: one launch does it all.
 #include "xla_ffi/cuda/rows.cuh"
 
 namespace moonep {
@@ -46,11 +46,12 @@ struct Targets {
     return t;
   }
 
-  // The rows that the token is stored to; the lanes store its weights, if `first`.
+  // The rows that the token is stored to, on other ranks; the lanes store its weights, if `first`.
   __device__ Addresses Resolve(const RankViewGpu& v, const DispatchArgs& a, bool first) const {
     const bool weighted = first && a.topk_weights != nullptr;
     const auto address = [&](int32_t to_rank, int32_t to_row, float value) -> std::byte* {
-      if (!Inside(to_rank, v.shape.ranks) || !Inside(to_row, v.shape.recv_rows(v.shape.tokens))) return nullptr;
+      if (to_rank == v.rank || !Inside(to_rank, v.shape.ranks)) return nullptr;
+      if (!Inside(to_row, v.shape.recv_rows(v.shape.tokens))) return nullptr;
       if (weighted) v.weights(to_rank)[to_row] = value;
       return v.row(to_rank, to_row);
     };
@@ -59,25 +60,27 @@ struct Targets {
   }
 };
 
-// Each row of x is read once and stored to every distinct destination.
+// Each row of x is read once and stored to every distinct destination but this rank.
 template <class V>
 struct SendRows {
   const RankViewGpu& v;
   const DispatchArgs& a;
+  Tokens tokens;
 
   struct Ready {
     Piece piece;
     Targets targets;
     V data[kUnroll];
   };
-  __device__ const std::byte* X(int32_t token) const { return a.x + static_cast<int64_t>(token) * v.shape.row_bytes; }
+  __device__ int64_t Token(const Piece& piece) const { return tokens.begin + piece.row; }
+  __device__ const std::byte* X(const Piece& piece) const { return a.x + Token(piece) * v.shape.row_bytes; }
 
   __device__ Ready Prepare(const Piece& piece) const {
     Ready r;
     r.piece = piece;
     if (piece.row < 0) return r;
-    r.targets = Targets::Load(v, a, piece.row, piece.begin == 0);
-    Load(r.data, X(piece.row), piece.begin + Lane(), piece.end);
+    r.targets = Targets::Load(v, a, Token(piece), piece.begin == 0);
+    Load(r.data, X(piece), piece.begin + Lane(), piece.end);
     return r;
   }
   __device__ void Finish(Ready& r) const {
@@ -85,19 +88,20 @@ struct SendRows {
     const Addresses to = r.targets.Resolve(v, a, p.begin == 0);
     for (int32_t begin = p.begin; begin < p.end; begin += 32 * kUnroll) {
       const int32_t i = begin + Lane();
-      if (begin != p.begin) Load(r.data, X(p.row), i, p.end);
+      if (begin != p.begin) Load(r.data, X(p), i, p.end);
       to.ForEach([&](std::byte* row) { Store(r.data, row, i, p.end); });
     }
   }
 };
 
-// The received rows into the result; rows without a token become zero. kChains: each received row is read once and
-// stored to all rows of its chain. Else every row reads its primary's received row, which is more bytes but no walk
-// through a chain.
+// Rows into the result: received ones, this rank's own tokens out of x, and zeros where there is no token. kChains:
+// each source is read once and stored to all rows of its chain. Else every row reads its primary's, which is more bytes
+// but no walk through a chain.
 template <class V, bool kChains>
 struct ExpandRows {
   const RankViewGpu& v;
   const DispatchArgs& a;
+  Tokens tokens;
 
   struct Ready {
     Piece piece;
@@ -108,23 +112,25 @@ struct ExpandRows {
     if (piece.row < 0) return {piece, -1, -1};
     return {piece, a.src[piece.row], a.primary[piece.row]};
   }
-  __device__ void Finish(const Ready& r, bool live) const {
+  __device__ void Finish(const Ready& r) const {
     const Piece p = r.piece;
-    const bool empty = !live || r.src < 0;
+    const Source from = Source::Of(v, a.tokens, r.src);
+    const bool blank = from.rank < 0;
+    const bool own = from.rank == v.rank;
+    if (!(blank || own ? tokens.at_home : tokens.Has(from.token))) return;
     if (a.weights != nullptr && Lane() == 0 && p.begin == 0) {
-      a.weights[p.row] = empty ? (live ? 0.0f : __int_as_float(-1)) : v.weights(v.rank)[p.row];
+      a.weights[p.row] = blank ? 0.0f : own ? a.topk_weights[from.assignment] : v.weights(v.rank)[p.row];
     }
-    if (empty) {
-      V blank;
-      memset(&blank, live ? 0 : 0xff, sizeof(V));  // all bits set: NaN in every float type
+    if (blank) {
       V* to = reinterpret_cast<V*>(Hidden(p.row));
-      for (int32_t i = p.begin + Lane(); i < p.end; i += 32) StoreOnce(to + i, blank);
+      for (int32_t i = p.begin + Lane(); i < p.end; i += 32) StoreOnce(to + i, V{});
       return;
     }
     if (kChains ? r.primary != p.row : !Inside(r.primary, a.rows)) return;  // stored with its primary
+    const std::byte* row = own ? a.x + int64_t{from.token} * v.shape.row_bytes : v.row(v.rank, r.primary);
     for (int32_t i = p.begin + Lane(); i < p.end; i += 32 * kUnroll) {
       V data[kUnroll];
-      Load(data, v.row(v.rank, r.primary), i, p.end);
+      Load(data, row, i, p.end);
       int64_t link = p.row;
       for (int steps = 0; steps < (kChains ? v.shape.topk : 1) && Inside(link, a.rows); ++steps) {
         Store(data, Hidden(link), i, p.end);
@@ -135,133 +141,19 @@ struct ExpandRows {
   __device__ std::byte* Hidden(int64_t row) const { return a.hidden + row * v.shape.row_bytes; }
 };
 
-// -- bulk copies ------------------------------------------------------------------------------------------------------
-
-// A warp has a ring of stages in shared memory: while the stores of one piece leave it, the next pieces come in. A
-// stage is filled again once its stores are done, and they are while kDraining younger groups may still be leaving.
-constexpr int kBulkWarps = 16;
-constexpr int kStages = 3;
-constexpr int kDraining = 1;
-constexpr int64_t kPieceBytes = 16 * 1024;
-constexpr int64_t kRingBytes = 216 * 1024;  // of 227 KiB that a block may have
-
-struct BulkCut {
-  int32_t parts;  // of a row
-  int32_t bytes;  // of a stage
-  int32_t warps;
-
-  static BulkCut Of(int64_t row_bytes) {
-    const int64_t parts = (row_bytes + kPieceBytes - 1) / kPieceBytes;
-    const int64_t bytes = AlignUp((row_bytes + parts - 1) / parts, 128);
-    return {static_cast<int32_t>((row_bytes + bytes - 1) / bytes), static_cast<int32_t>(bytes),
-            static_cast<int32_t>(std::min<int64_t>(kBulkWarps, kRingBytes / (kStages * bytes)))};
-  }
-  size_t shared() const { return static_cast<size_t>(warps) * kStages * static_cast<size_t>(bytes); }
-};
-
-struct BulkPiece {
-  uint32_t begin;  // into the row, bytes
-  uint32_t bytes;  // 0: no more
-  Targets targets;
-};
-
-__device__ inline void SendBulk(const RankViewGpu& v, const DispatchArgs& a, const BulkCut& cut, std::byte* shared) {
-  __shared__ uint64_t loaded[kBulkWarps][kStages];
-  const uint32_t row_bytes = static_cast<uint32_t>(v.shape.row_bytes);
-  const uint32_t parts = static_cast<uint32_t>(cut.parts);
-  const uint32_t items = static_cast<uint32_t>(a.tokens) * parts;
-  const uint32_t step = gridDim.x * static_cast<uint32_t>(WarpsOfBlock());
-  uint32_t next = blockIdx.x + static_cast<uint32_t>(WarpOfBlock()) * gridDim.x;
-  std::byte* ring = shared + static_cast<int64_t>(WarpOfBlock()) * kStages * cut.bytes;
-  uint64_t* barriers = loaded[WarpOfBlock()];
-  const bool drives = Lane() == 0;  // the one lane that issues copies, and therefore waits for them
-  if (drives) {
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) InitBarrier(&barriers[s]);
-    PublishBarriers();
-  }
-
-  BulkPiece pieces[kStages];
-  const auto fetch = [&](int s) {
-    BulkPiece& p = pieces[s];
-    p.bytes = 0;
-    if (next >= items) return;
-    const uint32_t token = next / parts;
-    p.begin = (next - token * parts) * static_cast<uint32_t>(cut.bytes);
-    p.bytes = min(static_cast<uint32_t>(cut.bytes), row_bytes - p.begin);
-    next += step;
-    if (drives) {
-      const std::byte* x = a.x + static_cast<int64_t>(token) * row_bytes;
-      BulkLoad(ring + static_cast<int64_t>(s) * cut.bytes, x + p.begin, p.bytes, &barriers[s]);
-    }
-    p.targets = Targets::Load(v, a, token, p.begin == 0);
-  };
-#pragma unroll
-  for (int s = 0; s < kStages; ++s) {
-    if (s < kStages - kDraining) {
-      fetch(s);
-    } else {
-      pieces[s].bytes = 0;
-    }
-  }
-  // One turn uses every stage once, so a stage's barrier is in the phase of the turn's parity.
-  bool more = true;
-  for (uint32_t parity = 0; more; parity ^= 1) {
-#pragma unroll
-    for (int s = 0; s < kStages; ++s) {
-      const BulkPiece& p = pieces[s];
-      more = p.bytes != 0;
-      if (!more) break;  // pieces come in order: none after this one either
-      const Addresses to = p.targets.Resolve(v, a, p.begin == 0);
-      if (drives) WaitLoaded(&barriers[s], parity);
-      to.ForEach([&](std::byte* row) {
-        if (drives) BulkStore(row + p.begin, ring + static_cast<int64_t>(s) * cut.bytes, p.bytes);
-      });
-      if (drives) {
-        EndStoreGroup();
-        WaitStoreGroups<kDraining>();
-      }
-      fetch((s + kStages - kDraining) % kStages);
-    }
-  }
-  if (drives) WaitStoreGroups<0>();  // before Tail, whose release covers no store that is not known to be done
-}
-
-// -- kernels ----------------------------------------------------------------------------------------------------------
-
-__global__ void __launch_bounds__(kBulkWarps * 32, 1)
-    DispatchSendBulk(const __grid_constant__ RankViewGpu v, const __grid_constant__ DispatchArgs a,
-                     const __grid_constant__ BulkCut cut) {
-  extern __shared__ __align__(128) std::byte shared[];
-  StreamTurn();
-  LetNextStart();
-  ControlBlockGpu::PartState& part = State(v, Part::kRows);
-  if (part.live != 0) SendBulk(v, a, cut, shared);
-  EndSend(v, Part::kRows, part);
+template <class V>
+__device__ inline void PoisonResults(const RankViewGpu& v, const DispatchArgs& a, const Crew& crew) {
+  Poison<V>(a.hidden, a.rows * v.shape.row_bytes, crew);
+  if (a.weights != nullptr) Poison<float>(a.weights, a.rows * 4, crew);
 }
 
 template <class V>
 __global__ void __launch_bounds__(kThreads, 1)
-    DispatchSend(const __grid_constant__ RankViewGpu v, const __grid_constant__ DispatchArgs a,
-                 const __grid_constant__ Cut cut) {
-  __shared__ int32_t taken;
-  StreamTurn();
-  LetNextStart();
-  ControlBlockGpu::PartState& part = State(v, Part::kRows);
-  if (part.live != 0) Pass(SendRows<V>{v, a}, Pieces(cut, &taken)).Run();
-  EndSend(v, Part::kRows, part);
-}
-
-template <class V>
-__global__ void __launch_bounds__(kThreads, 1)
-    DispatchExpand(const __grid_constant__ RankViewGpu v, const __grid_constant__ DispatchArgs a,
-                   const __grid_constant__ Cut cut) {
-  __shared__ int32_t taken;
-  StreamTurn();
-  LetNextStart();
-  ControlBlockGpu::PartState& part = State(v, Part::kRows);
-  Pass(ExpandRows<V, true>{v, a}, Pieces(cut, &taken)).Run(part.live != 0);
-  EndLocal(v, Part::kRows, part);
+    DispatchStep(const __grid_constant__ RankViewGpu v, const __grid_constant__ DispatchArgs a,
+                 const __grid_constant__ Step step, const __grid_constant__ Cut send,
+                 const __grid_constant__ Cut local) {
+  RunStep(v, Part::kRows, step, send, local, SendRows<V>{v, a, step.send}, ExpandRows<V, true>{v, a, step.local},
+          [&](const Crew& crew) { PoisonResults<V>(v, a, crew); });
 }
 
 template <class V>
@@ -270,37 +162,21 @@ __global__ void __launch_bounds__(kWholeThreads, 1)
                   const __grid_constant__ CallId id, const __grid_constant__ Cut send,
                   const __grid_constant__ Cut local) {
   StreamTurn();
+  const Tokens all{0, static_cast<int32_t>(a.tokens), true};
   WholeCall(
-      v, Part::kRows, id, [&] { return Pass(SendRows<V>{v, a}, Pieces(send, nullptr)); },
-      [&] { return Pass(ExpandRows<V, false>{v, a}, Pieces(local, nullptr)); });
+      v, Part::kRows, id, [&] { return Pass(SendRows<V>{v, a, all}, Pieces(send, Crew::Grid(), nullptr)); },
+      [&] { return Pass(ExpandRows<V, false>{v, a, all}, Pieces(local, Crew::Grid(), nullptr)); },
+      [&] { PoisonResults<V>(v, a, Crew::Grid()); });
 }
 
 }  // namespace
 
-bool RowsGoInBulk(const RankViewGpu& v, const void* x) {
-  return (static_cast<uint64_t>(v.shape.row_bytes) | Address(x)) % 16 == 0;
-}
-
-cudaError_t LaunchDispatchSendBulk(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  const BulkCut cut = BulkCut::Of(v.shape.row_bytes);
-  const int64_t grid = std::clamp<int64_t>(a.tokens * cut.parts, 1, blocks);
-  return LaunchKernel(DispatchSendBulk, {dim3(static_cast<unsigned>(grid)), cut.warps * 32, cut.shared()}, stream, v, a,
-                      cut);
-}
-
-cudaError_t LaunchDispatchSend(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  return WithVector(v.shape.row_bytes, Address(a.x), [&](auto vector) {
+cudaError_t LaunchDispatchStep(const RankViewGpu& v, const DispatchArgs& a, const Step& step, cudaStream_t stream) {
+  return WithVector(v.shape.row_bytes, Address(a.x) | Address(a.hidden), [&](auto vector) {
     using V = decltype(vector);
-    const Cut cut = Cut::Of(a.tokens, VectorsOf<V>(v), int64_t{blocks} * kThreads / 32);
-    return LaunchKernel(DispatchSend<V>, ShapeFor(cut, blocks, kThreads), stream, v, a, cut);
-  });
-}
-
-cudaError_t LaunchDispatchExpand(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream) {
-  return WithVector(v.shape.row_bytes, Address(a.hidden), [&](auto vector) {
-    using V = decltype(vector);
-    const Cut cut = Cut::Of(a.rows, VectorsOf<V>(v), int64_t{blocks} * kThreads / 32);
-    return LaunchKernel(DispatchExpand<V>, ShapeFor(cut, blocks, kThreads), stream, v, a, cut);
+    const Cut send = Cut::Of(step.send.count(), VectorsOf<V>(v), int64_t{step.senders} * kThreads / 32);
+    const Cut local = Cut::Of(a.rows, VectorsOf<V>(v), int64_t{step.locals} * kThreads / 32);
+    return LaunchStep(DispatchStep<V>, step, send, local, kThreads, stream, v, a);
   });
 }
 

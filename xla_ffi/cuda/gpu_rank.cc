@@ -1,6 +1,7 @@
 // GpuRank besides its launches: memory of its own, errors and their texts, counters.
 #include "xla_ffi/cuda/gpu_rank.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <utility>
@@ -67,9 +68,9 @@ std::string GpuRank::Allocate() {
   if (cudaError_t e = cudaGetDeviceProperties(&properties, options_.device); e != cudaSuccess) {
     return CudaError("setup", e);
   }
-  const int sms = properties.multiProcessorCount;
-  if (options_.link_blocks <= 0 || options_.link_blocks > sms) options_.link_blocks = sms;
-  if (options_.local_blocks <= 0 || options_.local_blocks > 2 * sms) options_.local_blocks = 2 * sms;
+  sms_ = properties.multiProcessorCount;
+  options_.link_blocks = std::clamp(options_.link_blocks, 0, sms_);
+  if (options_.local_blocks <= 0 || options_.local_blocks > 2 * sms_) options_.local_blocks = 2 * sms_;
 
   if (cudaError_t e = cudaStreamCreateWithFlags(&side_, cudaStreamNonBlocking); e != cudaSuccess) {
     return CudaError("setup", e);

@@ -24,7 +24,7 @@ struct GpuRankOptions {
   int link_blocks = 0;   // grid of kernels that write to or read from peers; 0: the library's choice
   int local_blocks = 0;  // grid of kernels that stay on the device; 0: the library's choice
   bool whole = true;     // calls of few bytes are one launch
-  bool bulk = true;      // rows are sent by bulk copies where their size and addresses allow it
+  int rounds = 0;        // of calls of rows that are several launches; 0: by their bytes
   uint64_t limit_ns = 0;
   uint64_t first_limit_ns = 0;
 };
@@ -46,11 +46,9 @@ class GpuRank {
   // Launches a whole call on a stream; returns what is wrong, or an empty string. Only enqueues.
   std::string Enqueue(const CallArgs& call, int64_t channel, int64_t site, cudaStream_t stream);
 
-  // Of a checked call: its rounds, whether one launch does a round, whether its rows are sent by bulk copies, and one
-  // phase of one round.
+  // Of a checked call: its rounds, whether one launch does all of it, and one phase of one round.
   int64_t Rounds(const CallArgs& call) const;
   bool Whole(const CallArgs& call) const;
-  bool Bulk(const CallArgs& call) const;
   cudaError_t Launch(const CallArgs& call, uint32_t site_hash, int64_t round, Phase phase, cudaStream_t stream);
 
   // Before Launch of kBegin, when this rank is timed alone: its peers' words for the call.
@@ -75,13 +73,18 @@ class GpuRank {
   void Raise(ErrorRecord::Code code);
   cudaError_t LoadKernels();
   cudaError_t LaunchPlan(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream);
-  cudaError_t LaunchDispatch(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream);
-  cudaError_t LaunchCombine(const CallArgs& call, const CallId& id, Phase phase, cudaStream_t stream);
+  cudaError_t LaunchDispatch(const CallArgs& call, const CallId& id, int64_t round, Phase phase, cudaStream_t stream);
+  cudaError_t LaunchCombine(const CallArgs& call, const CallId& id, int64_t round, Phase phase, cudaStream_t stream);
+  template <class F>
+  cudaError_t LaunchRows(Part part, const CallId& id, int64_t rounds, int64_t round, Phase phase, bool copies,
+                         int64_t tokens, cudaStream_t stream, F launch);
+  Step StepOf(int64_t tokens, int64_t rounds, int64_t round, bool copies) const;
   cudaError_t LaunchWeights(const CallArgs& call, const CallId& id, int64_t round, Phase phase, cudaStream_t stream);
   WeightArgs Weights(const CallArgs& call, int64_t round) const;
 
   RankViewGpu view_ = {};
   GpuRankOptions options_;
+  int sms_ = 0;
   std::vector<std::string> labels_;  // [ranks], for messages
   std::string group_;
   PlanScratch scratch_ = {};

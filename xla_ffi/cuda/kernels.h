@@ -2,6 +2,8 @@
 //
 // A call is: Begin (one block: next epoch, credits) -> a data kernel that sends and publishes in its tail -> Wait (one
 // block) -> a local kernel that expands or reduces and gives the credits back. `blocks` is the grid of data kernels.
+// Large calls of rows send in rounds, each with words of its own, and a round's local work is done beside the next
+// send.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -30,12 +32,13 @@ struct PlanPointers {
 };
 
 cudaError_t LaunchBegin(const RankViewGpu& v, Part part, const CallId& id, cudaStream_t stream);
-cudaError_t LaunchWait(const RankViewGpu& v, Part part, cudaStream_t stream);
+// `more`: rounds of the call that follow this one.
+cudaError_t LaunchWait(const RankViewGpu& v, Part part, uint32_t more, cudaStream_t stream);
 // Puts the rank in error with a record of its own that names it, and tells its peers; beside any of its calls.
 cudaError_t LaunchRaise(const RankViewGpu& v, ErrorRecord::Code code, cudaStream_t stream);
 
-// For timing one rank alone: posts its peers' words for the call that follows on the stream.
-cudaError_t LaunchPrepost(const RankViewGpu& v, Part part, const CallId& id, cudaStream_t stream);
+// For timing one rank alone: posts its peers' words for all `rounds` of the call that follows on the stream.
+cudaError_t LaunchPrepost(const RankViewGpu& v, Part part, const CallId& id, uint32_t rounds, cudaStream_t stream);
 // For comparison in benchmarks: a plain copy by `blocks` blocks; bytes and addresses are multiples of 16.
 cudaError_t LaunchCopy(void* to, const void* from, int64_t bytes, int blocks, cudaStream_t stream);
 
@@ -77,6 +80,26 @@ cudaError_t LaunchPlanPlace(const RankViewGpu& v, const PlanArgs& a, cudaStream_
 // three launches are saved. Measured on an H200: 11 against 19 us at 0.1 MB, even at about 2 MB.
 constexpr int64_t kWholeBytes = int64_t{1} << 20;
 
+// Tokens of every rank, by their number on it. Rows that need no peer belong to none of them.
+struct Tokens {
+  int32_t begin;
+  int32_t end;
+  bool at_home;  // and rows that need no peer
+
+  MOONEP_HD bool Has(int32_t token) const { return token >= begin && token < end; }
+  MOONEP_HD int32_t count() const { return end - begin; }
+};
+
+// One launch of a call: some blocks send a round's tokens while the others copy out those of the round before. No block
+// waits for anything.
+struct Step {
+  Tokens send;
+  Tokens local;
+  int32_t senders;  // blocks
+  int32_t locals;   // blocks
+  bool last;        // nothing is left to send
+};
+
 // Row elements, as in xla_ffi/cpu/element.h.
 enum class RowType : int32_t { kF32 = 1, kF16 = 2, kBF16 = 3 };
 
@@ -93,11 +116,7 @@ struct DispatchArgs {
   float* weights;             // [N], or null with topk_weights
   int64_t rows;               // N
 };
-cudaError_t LaunchDispatchSend(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream);
-// The same by bulk copies, for rows whose size and address allow it.
-bool RowsGoInBulk(const RankViewGpu& v, const void* x);
-cudaError_t LaunchDispatchSendBulk(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream);
-cudaError_t LaunchDispatchExpand(const RankViewGpu& v, const DispatchArgs& a, int blocks, cudaStream_t stream);
+cudaError_t LaunchDispatchStep(const RankViewGpu& v, const DispatchArgs& a, const Step& step, cudaStream_t stream);
 cudaError_t LaunchDispatchWhole(const RankViewGpu& v, const DispatchArgs& a, const CallId& id, cudaStream_t stream);
 
 struct CombineArgs {
@@ -113,8 +132,7 @@ struct CombineArgs {
   int64_t rows;             // N
   RowType type;
 };
-cudaError_t LaunchCombineSend(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream);
-cudaError_t LaunchCombineReduce(const RankViewGpu& v, const CombineArgs& a, int blocks, cudaStream_t stream);
+cudaError_t LaunchCombineStep(const RankViewGpu& v, const CombineArgs& a, const Step& step, cudaStream_t stream);
 cudaError_t LaunchCombineWhole(const RankViewGpu& v, const CombineArgs& a, const CallId& id, cudaStream_t stream);
 
 // -- weights (weights.cu) ---------------------------------------------------------------------------------------------

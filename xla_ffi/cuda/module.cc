@@ -88,12 +88,11 @@ NB_MODULE(_ffi_cuda, m) {
       "add_rank",
       [](int64_t domain, int64_t device, const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks,
          std::vector<std::string> labels, std::string group, double timeout_s, double first_call_timeout_s,
-         int link_blocks, int local_blocks, bool bulk) {
+         int link_blocks, int local_blocks) {
         GpuRankOptions options;
         options.device = static_cast<int>(device);
         options.link_blocks = link_blocks;
         options.local_blocks = local_blocks;
-        options.bulk = bulk;
         options.limit_ns = Ns(timeout_s);
         options.first_limit_ns = Ns(first_call_timeout_s);
         std::shared_ptr<GpuRank> made = MakeRank(shape, rank, chunks, std::move(labels), std::move(group), options);
@@ -104,7 +103,7 @@ NB_MODULE(_ffi_cuda, m) {
       },
       nb::kw_only(), nb::arg("domain"), nb::arg("device"), nb::arg("shape"), nb::arg("rank"), nb::arg("chunks"),
       nb::arg("labels"), nb::arg("group"), nb::arg("timeout_s"), nb::arg("first_call_timeout_s"),
-      nb::arg("link_blocks"), nb::arg("local_blocks"), nb::arg("bulk"));
+      nb::arg("link_blocks"), nb::arg("local_blocks"));
   m.def("error", [](int64_t domain) -> std::optional<std::string> {
     for (const auto& rank : moonep::GpuRegistry::Get().RanksOf(domain)) {
       if (std::string text = rank->error(); !text.empty()) return text;
@@ -160,7 +159,7 @@ NB_MODULE(_ffi_cuda, m) {
   // Ranks without XLA, several of them on one device: launched phase by phase, breadth-first.
   nb::class_<GpuRank>(m, "LoopbackRank")
       .def(nb::new_([](const DomainShape& shape, int32_t rank, const std::vector<uintptr_t>& chunks, double timeout_s,
-                       int device, int link_blocks, int local_blocks, bool whole, bool bulk) {
+                       int device, int link_blocks, int local_blocks, bool whole, int rounds) {
              std::vector<std::string> labels;
              for (size_t r = 0; r < chunks.size(); ++r) labels.push_back("rank " + std::to_string(r));
              GpuRankOptions options;
@@ -168,13 +167,13 @@ NB_MODULE(_ffi_cuda, m) {
              options.link_blocks = link_blocks;
              options.local_blocks = local_blocks;
              options.whole = whole;
-             options.bulk = bulk;
+             options.rounds = rounds;
              options.limit_ns = options.first_limit_ns = Ns(timeout_s);
              return MakeRank(shape, rank, chunks, std::move(labels), "the loop-back group", options);
            }),
            nb::kw_only(), nb::arg("shape"), nb::arg("rank"), nb::arg("chunks"), nb::arg("timeout_s"),
            nb::arg("device") = 0, nb::arg("link_blocks") = 0, nb::arg("local_blocks") = 0, nb::arg("whole") = true,
-           nb::arg("bulk") = true)
+           nb::arg("rounds") = 0)
       .def("counters", [](const GpuRank& self) { return moonep::CountersDict(CountersOf(self)); })
       .def("check",
            [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args, const std::vector<Buffer>& rets) {
@@ -182,8 +181,6 @@ NB_MODULE(_ffi_cuda, m) {
            })
       .def("whole", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
                        const std::vector<Buffer>& rets) { return self.Whole(MakeCall(kind, args, rets)); })
-      .def("bulk", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
-                      const std::vector<Buffer>& rets) { return self.Bulk(MakeCall(kind, args, rets)); })
       .def("rounds", [](const GpuRank& self, int64_t kind, const std::vector<Buffer>& args,
                         const std::vector<Buffer>& rets) { return self.Rounds(MakeCall(kind, args, rets)); })
       .def("launch",

@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kThreads)
   LetNextStart();
   PushTile(v, a, blockIdx.x, static_cast<int>(blockIdx.y) * kPeersOfBlock, kPeersOfBlock, shared);
   Blank(v, a);
-  Tail(State(v), [&] { EndPush(v, a, id); });
+  Tail(State(v), gridDim.x * gridDim.y, [&] { EndPush(v, a, id); });
 }
 
 __global__ void __launch_bounds__(kThreads)

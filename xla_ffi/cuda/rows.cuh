@@ -28,7 +28,8 @@ __device__ inline bool Inside(int64_t i, int64_t n) { return i >= 0 && i < n; }
 
 // -- pieces -----------------------------------------------------------------------------------------------------------
 
-// Rows, cut into parts where there are fewer of them than warps. Counted in vectors.
+// Rows, cut into parts where there are fewer of them than warps. Counted in vectors. (Pieces of several rows are
+// slower: the last ones keep few warps busy for long.)
 struct Cut {
   int32_t rows;
   int32_t parts;
@@ -51,11 +52,20 @@ struct Piece {
   int32_t end;
 };
 
-// The pieces of one warp. Blocks own every gridDim-th; with `taken`, a counter in shared memory, the warps of a block
+// Blocks that share pieces: some of a grid.
+struct Crew {
+  int32_t block;  // this one, among them
+  int32_t blocks;
+
+  static __device__ Crew Grid() { return {static_cast<int32_t>(blockIdx.x), static_cast<int32_t>(gridDim.x)}; }
+};
+
+// The pieces of one warp. Blocks own every blocks-th; with `taken`, a counter in shared memory, the warps of a block
 // take them as they get free, because chains differ in length.
 class Pieces {
  public:
-  __device__ Pieces(const Cut& cut, int32_t* taken) : cut_(cut), taken_(taken), turn_(WarpOfBlock()) {
+  __device__ Pieces(const Cut& cut, const Crew& crew, int32_t* taken)
+      : cut_(cut), crew_(crew), taken_(taken), turn_(WarpOfBlock()) {
     if (taken == nullptr) return;
     if (threadIdx.x == 0) *taken = WarpsOfBlock();
     __syncthreads();
@@ -71,34 +81,34 @@ class Pieces {
       const int32_t turn = Lane() == 0 ? atomicAdd(taken_, 1) : 0;
       turn_ = __shfl_sync(kWarp, turn, 0);
     }
-    const uint64_t item = blockIdx.x + static_cast<uint64_t>(turn_) * gridDim.x;
+    const uint64_t item = static_cast<uint64_t>(crew_.block) + static_cast<uint64_t>(turn_) * crew_.blocks;
     const uint32_t parts = static_cast<uint32_t>(cut_.parts);
     if (item >= static_cast<uint64_t>(cut_.rows) * parts) return {-1, 0, 0};
-    const uint32_t row =
-        static_cast<uint32_t>(item) / parts;  // there are parts only where there are fewer of them than warps
+    // There are parts only where there are fewer rows than warps.
+    const uint32_t row = static_cast<uint32_t>(item) / parts;
     const int32_t begin = static_cast<int32_t>(static_cast<uint32_t>(item) - row * parts) * cut_.length;
     return {static_cast<int32_t>(row), begin, min(begin + cut_.length, cut_.vectors)};
   }
 
  private:
   const Cut& cut_;
+  Crew crew_;
   int32_t* taken_;
   int32_t turn_;
   bool first_ = true;
 };
 
 // All pieces of a warp. Rows is a kind of work: Prepare(piece) asks for what no peer writes and waits for nothing,
-// Finish(ready, ...) does the rest. The first piece is prepared at once, so its loads may overlap with a wait.
+// Finish(ready) does the rest. The first piece is prepared at once, so its loads may overlap with a wait.
 template <class Rows>
 class Pass {
  public:
   __device__ Pass(const Rows& rows, const Pieces& pieces)
       : rows_(rows), pieces_(pieces), ready_(rows_.Prepare(pieces_.Take())) {}
 
-  template <class... State>
-  __device__ void Run(State... state) {
+  __device__ void Run() {
     while (ready_.piece.row >= 0) {
-      rows_.Finish(ready_, state...);
+      rows_.Finish(ready_);
       ready_ = rows_.Prepare(pieces_.Take());
     }
   }
@@ -108,6 +118,17 @@ class Pass {
   Pieces pieces_;
   typename Rows::Ready ready_;
 };
+
+// Fills an array with bits that are NaN in every float type: what a call gives that failed.
+template <class V>
+__device__ inline void Poison(void* to, int64_t bytes, const Crew& crew) {
+  V blank;
+  memset(&blank, 0xff, sizeof(V));
+  const int64_t step = static_cast<int64_t>(crew.blocks) * blockDim.x;
+  for (int64_t i = static_cast<int64_t>(crew.block) * blockDim.x + threadIdx.x; i < bytes / sizeof(V); i += step) {
+    StoreOnce(static_cast<V*>(to) + i, blank);
+  }
+}
 
 template <class V, int N>
 __device__ inline void Load(V (&data)[N], const std::byte* row, int32_t i, int32_t end) {
@@ -164,6 +185,52 @@ __device__ inline uint64_t PrimaryMask(const PerAssignment<int32_t>& to_rank, in
 
 __device__ inline int LowestBit(uint64_t mask) { return __ffsll(static_cast<long long>(mask)) - 1; }
 
+// -- steps ------------------------------------------------------------------------------------------------------------
+
+template <class Local, class Poisoned>
+__device__ inline void RunLocal(const RankViewGpu& v, Part which, const Step& step, const Crew& crew, const Cut& cut,
+                                int32_t* taken, const Local& rows, Poisoned poison) {
+  ControlBlockGpu::PartState& part = State(v, which);
+  if (part.live != 0) {
+    Pass(rows, Pieces(cut, crew, taken)).Run();
+  } else if (step.last) {
+    poison(crew);
+  }
+  if (step.last) EndLocal(v, which, part, static_cast<uint32_t>(crew.blocks));
+}
+
+template <class Send, class Local, class Poisoned>
+__device__ inline void RunStep(const RankViewGpu& v, Part which, const Step& step, const Cut& send, const Cut& local,
+                               const Send& send_rows, const Local& local_rows, Poisoned poison) {
+  __shared__ int32_t taken;
+  StreamTurn();
+  LetNextStart();
+  const int32_t block = static_cast<int32_t>(blockIdx.x);
+  if (block >= step.senders) {
+    RunLocal(v, which, step, {block - step.senders, step.locals}, local, &taken, local_rows, poison);
+    return;
+  }
+  ControlBlockGpu::PartState& part = State(v, which);
+  if (part.live != 0) Pass(send_rows, Pieces(send, {block, step.senders}, &taken)).Run();
+  EndSend(v, which, part, static_cast<uint32_t>(step.senders));
+}
+
+// Where a row's token comes from.
+struct Source {
+  int32_t rank;  // -1: the row holds no token
+  int32_t token;
+  uint32_t assignment;  // of all of that rank
+
+  static __device__ Source Of(const RankViewGpu& v, int64_t tokens, int32_t src) {
+    if (src < 0) return {-1, -1, 0};
+    const uint32_t topk = static_cast<uint32_t>(v.shape.topk);
+    const uint32_t per_rank = static_cast<uint32_t>(tokens) * topk;
+    const uint32_t rank = static_cast<uint32_t>(src) / per_rank;
+    const uint32_t assignment = static_cast<uint32_t>(src) - rank * per_rank;
+    return {static_cast<int32_t>(rank), static_cast<int32_t>(assignment / topk), assignment};
+  }
+};
+
 // -- launches ---------------------------------------------------------------------------------------------------------
 
 inline uintptr_t Address(const void* p) { return reinterpret_cast<uintptr_t>(p); }
@@ -173,10 +240,18 @@ int64_t VectorsOf(const RankViewGpu& v) {
   return v.shape.row_bytes / static_cast<int64_t>(sizeof(V));
 }
 
-// No more blocks than there is work for.
-inline LaunchShape ShapeFor(const Cut& cut, int blocks, int threads) {
+// No more blocks than there is work for; but who sends publishes, and who is last ends the call.
+inline int32_t Fit(int32_t blocks, const Cut& cut, int threads) {
   const int64_t needed = (cut.pieces() * 32 + threads - 1) / threads;
-  return {dim3(static_cast<unsigned>(std::clamp<int64_t>(needed, 1, blocks))), threads};
+  return blocks == 0 ? 0 : static_cast<int32_t>(std::clamp<int64_t>(needed, 1, blocks));
+}
+template <class... Params, class... Args>
+cudaError_t LaunchStep(void (*kernel)(Params...), Step step, const Cut& send, const Cut& local, int threads,
+                       cudaStream_t stream, const Args&... args) {
+  step.senders = Fit(step.senders, send, threads);
+  step.locals = Fit(step.locals, local, threads);
+  const dim3 grid(static_cast<unsigned>(step.senders + step.locals));
+  return LaunchKernel(kernel, {grid, threads}, stream, args..., step, send, local);
 }
 
 // A call in one cluster: threads for its bytes, since a small block starts and meets sooner, and since several clusters

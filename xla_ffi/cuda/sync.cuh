@@ -77,10 +77,11 @@ struct CallState {
   int32_t kind;
   int32_t ticket;
   uint32_t counts;     // CallId's
+  uint32_t ahead;      // rounds of this call that follow the one being waited for: a peer may be there already
   uint64_t waited_ns;  // for credits; known to the first thread
 };
 __device__ inline CallState StateOf(const ControlBlockGpu::PartState& part) {
-  return {part.epoch, part.tag, part.site, part.live, part.kind, part.ticket, 0, 0};
+  return {part.epoch, part.tag, part.site, part.live, part.kind, part.ticket, 0, 0, 0};
 }
 
 // A peer has an error: take over its record, so that every rank reports the origin. Called by one thread.
@@ -132,7 +133,7 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
       const uint32_t got = static_cast<uint32_t>(word >> 32);
       if (static_cast<int32_t>(got - epoch) >= 0) {
         if (!eager) LoadAcquireSys(&words[r].value);  // what the peer wrote before it is now visible here and later
-        const bool same = got == epoch && static_cast<uint32_t>(word) == call.tag;
+        const bool same = got - epoch <= call.ahead && static_cast<uint32_t>(word) == call.tag;
         const bool next = expect == Expect::kTagOrNext && got == epoch + 1;
         if (expect != Expect::kAnyTag && !same && !next) {
           atomicExch(&other, r);
@@ -229,6 +230,7 @@ __device__ inline CallState DecideCall(const RankViewGpu& v, const CallId& id, i
   call.ticket = id.ticket != nullptr ? from.ticket : static_cast<int32_t>(call.epoch & 0x7fffffffu);
   call.live = failed < 0 && from.busy == 0 && call.ticket >= 0 ? 1 : 0;
   call.counts = id.counts;
+  call.ahead = 0;
   call.waited_ns = 0;
   if (threadIdx.x == 0) {
     if (failed >= 0) {
@@ -282,24 +284,28 @@ __device__ inline bool WaitArrived(const RankViewGpu& v, Part which, const CallS
   const Expect expect = which == Part::kIds ? Expect::kTagOrNext : Expect::kTag;
   return call.live != 0 && WaitForAll(v, v.own().arrived[static_cast<int>(which)], call.epoch, expect, call, waited_ns);
 }
-// The same of the call that is recorded. Returns *waited_ns, for the caller to count.
-__device__ inline uint64_t WaitArrived(const RankViewGpu& v, Part which) {
+// The same of the call that is recorded, which has `more` rounds after this one; the next one is the next epoch.
+// Returns *waited_ns, for the caller to count.
+__device__ inline uint64_t WaitArrived(const RankViewGpu& v, Part which, uint32_t more = 0) {
   ControlBlockGpu::PartState& part = v.own().part[static_cast<int>(which)];
+  CallState call = StateOf(part);
+  call.ahead = more;
   uint64_t waited_ns;
-  const bool ok = WaitArrived(v, which, StateOf(part), &waited_ns);
+  const bool ok = WaitArrived(v, which, call, &waited_ns);
   if (threadIdx.x == 0 && !ok) part.live = 0;
+  if (threadIdx.x == 0 && more != 0) part.epoch = call.epoch + 1;
   return waited_ns;
 }
 
-// The end of a data kernel. The last block to come here calls `publish` (all threads), after all writes of all blocks.
-// Writes by bulk copies must have been waited for (complete, not read-only) by the threads that issued them.
+// The end of a data kernel. The last of `blocks` blocks to come here calls `publish` (all threads), after all writes of
+// all of them.
 template <class F>
-__device__ inline void Tail(ControlBlockGpu::PartState& part, F publish) {
+__device__ inline void Tail(ControlBlockGpu::PartState& part, uint32_t blocks, F publish) {
   __shared__ bool last;
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();  // this block's writes, seen by the block that publishes ...
-    last = atomicAdd(&part.blocks, 1u) + 1 == gridDim.x * gridDim.y;
+    last = atomicAdd(&part.blocks, 1u) + 1 == blocks;
     if (last) part.blocks = 0;
     __threadfence();  // ... whose threads see them past the barrier below; their releases are cumulative
   }
@@ -330,25 +336,25 @@ __device__ inline void PublishConsumed(const RankViewGpu& v, Part which, const C
   PublishConsumed(v, which, StateOf(part));
 }
 
-// The end of a data kernel that sends, and of one that copies out what was sent.
-__device__ inline void EndSend(const RankViewGpu& v, Part which, ControlBlockGpu::PartState& part) {
-  Tail(part, [&] {
+// The end of the blocks that send, and of those that copy out what was sent last.
+__device__ inline void EndSend(const RankViewGpu& v, Part which, ControlBlockGpu::PartState& part, uint32_t blocks) {
+  Tail(part, blocks, [&] {
     if (part.live != 0) PublishArrived(v, which, part);
   });
 }
-__device__ inline void EndLocal(const RankViewGpu& v, Part which, ControlBlockGpu::PartState& part) {
-  Tail(part, [&] { PublishConsumed(v, which, part); });
+__device__ inline void EndLocal(const RankViewGpu& v, Part which, ControlBlockGpu::PartState& part, uint32_t blocks) {
+  Tail(part, blocks, [&] { PublishConsumed(v, which, part); });
 }
 
 // A whole call in a kernel of one cluster, for calls of so few bytes that launches would cost more than the work.
 // start_send() and start_local() give a pass over rows whose first loads, of what no peer writes, are under way: they
-// overlap with the waits. Run() does it.
+// overlap with the waits. Run() does it; poison() fills the results of a call that failed.
 //
 // The barrier of the cluster is a release and an acquire of all its threads, so what the first block acquires from a
 // peer the others may read, and what it releases to a peer covers the writes of the others.
-template <class StartSend, class StartLocal>
+template <class StartSend, class StartLocal, class Poisoned>
 __device__ inline void WholeCall(const RankViewGpu& v, Part which, const CallId& id, StartSend start_send,
-                                 StartLocal start_local) {
+                                 StartLocal start_local, Poisoned poison) {
   namespace cg = cooperative_groups;
   __shared__ CallState shared_call;
   __shared__ uint64_t waited_ns;  // not a register: the local part needs them all
@@ -379,7 +385,11 @@ __device__ inline void WholeCall(const RankViewGpu& v, Part which, const CallId&
   }
   cluster.sync();
   const CallState arrived = *call;
-  local.Run(arrived.live != 0);
+  if (arrived.live != 0) {
+    local.Run();
+  } else {
+    poison();
+  }
   cluster.sync();
   if (leads) PublishConsumed(v, which, arrived);
   if (leads && threadIdx.x == 0) CountWait(v, arrived.kind, waited_ns);

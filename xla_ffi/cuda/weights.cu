@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kThreads)
           });
         });
   }
-  EndSend(v, Part::kSlots, part);
+  EndSend(v, Part::kSlots, part, gridDim.x);
 }
 
 __device__ inline bool SlotUsed(const RankViewGpu& v, const WeightArgs& a, int64_t slot) {
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kThreads)
                     [&](int) { return leaf.out + (epn + slot) * leaf.bytes + span.offset + at; });
         });
   }
-  EndLocal(v, Part::kSlots, part);
+  EndLocal(v, Part::kSlots, part, gridDim.x);
 }
 
 template <class V>
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(kThreads)
           if (leaf.out_rows > epn) Fill<V>(leaf.out + row, bytes, 0);
         });
   }
-  EndSend(v, Part::kSlots, part);
+  EndSend(v, Part::kSlots, part, gridDim.x);
 }
 
 template <class E, class V>
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kThreads)
           if (leaf.type == static_cast<int32_t>(RowType::kBF16)) add(BF16Gpu{});
         });
   }
-  EndLocal(v, Part::kSlots, part);
+  EndLocal(v, Part::kSlots, part, gridDim.x);
 }
 
 __global__ void __launch_bounds__(kThreads) PlainCopy(std::byte* to, const std::byte* from, int64_t bytes) {
