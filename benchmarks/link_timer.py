@@ -1,6 +1,7 @@
-"""Two ranks of one process with a GPU each, launched by hand and timed: what benchmarks/nvlink.py measures with.
+"""Ranks of one process, launched by hand and timed: what benchmarks/nvlink.py measures with.
 
-CUDA events around the launches on each rank's stream; the streams start together and the slower rank counts. Uses
+A rank has a GPU to itself, or shares one where there are fewer, which shows that a benchmark runs and times no link.
+CUDA events around the launches on each rank's stream; the streams start together and the slowest rank counts. Uses
 tests/gpu_kit.py; starts nothing when it is imported, but must be imported before CUDA starts.
 """
 
@@ -22,7 +23,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import gpu_kit  # (after the path is set; it also sets CUDA_DEVICE_MAX_CONNECTIONS)
 import numpy as np
 
-BOTH = (0, 1)
 PHASES = (0, 1, 2, 3)  # begin, send, wait, local
 WHOLE = 4  # all of them in one launch
 WARM = 2  # runs of each variant that do not count
@@ -44,46 +44,56 @@ def _nothing() -> None:
 
 @dataclasses.dataclass
 class Variant:
-    """One thing to time: launches on the ranks' streams, by the clocks of `ranks`; the rest is outside the clock."""
+    """One thing to time: launches on the ranks' streams, by the clocks of `ranks` (None: all of them); the rest is
+    outside the clock.
+    """
 
     timed: Callable[[], None]
     before: Callable[[], None] = _nothing
     after: Callable[[], None] = _nothing
-    ranks: tuple[int, ...] = BOTH
+    ranks: tuple[int, ...] | None = None
 
 
 class Clock:
-    """Two streams on two devices that reach each other's memory, and their events. One per process."""
+    """A stream and events for each rank, on devices that reach each other's memory. One per process."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int | None = None) -> None:
+        """ranks: as many as there are devices, unless given."""
         from cuda.bindings import runtime
 
         self.runtime = runtime
+        devices = gpu_kit.ok(runtime.cudaGetDeviceCount())
+        self.ranks = tuple(range(ranks or devices))
+        self.device = [r % devices for r in self.ranks]
         self.streams: list[Any] = []
         self._events: list[list[Any]] = []
-        self._flush: list[gpu_kit.Buffer] = []
-        for device in BOTH:
-            self.on(device)
-            gpu_kit.ok(runtime.cudaDeviceEnablePeerAccess(1 - device, 0))
-            self._flush.append(gpu_kit.Buffer((_FLUSH_BYTES,), np.uint8))
+        self._flush: dict[int, gpu_kit.Buffer] = {}
+        for rank, device in enumerate(self.device):
+            self.on(rank)
+            if device not in self._flush:
+                for peer in set(self.device) - {device}:
+                    gpu_kit.ok(runtime.cudaDeviceEnablePeerAccess(peer, 0))
+                self._flush[device] = gpu_kit.Buffer((_FLUSH_BYTES,), np.uint8)
             self.streams.append(gpu_kit.ok(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
             self._events.append([gpu_kit.ok(runtime.cudaEventCreate()) for _ in range(3)])  # ready, start, end
 
     def on(self, rank: int) -> None:
         """Makes a rank's device the current one."""
-        gpu_kit.ok(self.runtime.cudaSetDevice(rank))
+        gpu_kit.ok(self.runtime.cudaSetDevice(self.device[rank]))
 
     def sync(self) -> None:
-        """Waits for both devices."""
-        for rank in BOTH:
-            self.on(rank)
+        """Waits for all devices."""
+        for device in self._flush:
+            gpu_kit.ok(self.runtime.cudaSetDevice(device))
             gpu_kit.ok(self.runtime.cudaDeviceSynchronize())
 
-    def copy(self, to: gpu_kit.Buffer, source: gpu_kit.Buffer, nbytes: int, rank: int) -> None:
-        """Enqueues a copy from a rank's device to the other one by a copy engine."""
+    def copy(
+        self, to: Sequence[gpu_kit.Buffer], peer: int, source: Sequence[gpu_kit.Buffer], rank: int, n: int
+    ) -> None:
+        """Enqueues a copy of n bytes of a rank's buffer to a peer's by a copy engine, on the rank's stream."""
         self.on(rank)
-        stream = self.streams[rank]
-        gpu_kit.ok(self.runtime.cudaMemcpyPeerAsync(to.pointer, 1 - rank, source.pointer, rank, nbytes, stream))
+        args = to[peer].pointer, self.device[peer], source[rank].pointer, self.device[rank], n, self.streams[rank]
+        gpu_kit.ok(self.runtime.cudaMemcpyPeerAsync(*args))
 
     def _record(self, which: int, ranks: Sequence[int]) -> None:
         for rank in ranks:
@@ -91,38 +101,41 @@ class Clock:
             gpu_kit.ok(self.runtime.cudaEventRecord(self._events[rank][which], self.streams[rank]))
 
     def _start_together(self, flushes: int) -> None:
-        """Flushes the caches, which keeps the streams busy while the host enqueues what is timed; then both go on."""
-        for rank in BOTH:
-            self.on(rank)
-            buffer, stream = self._flush[rank], self.streams[rank]
+        """Flushes the caches, which keeps the streams busy while the host enqueues what is timed; then all go on."""
+        for device, buffer in self._flush.items():
+            gpu_kit.ok(self.runtime.cudaSetDevice(device))
+            stream = self.streams[self.device.index(device)]
             for turn in range(flushes):
                 gpu_kit.ok(self.runtime.cudaMemsetAsync(buffer.pointer, turn + 1, buffer.nbytes, stream))
-        self._record(0, BOTH)
-        for rank in BOTH:
+        self._record(0, self.ranks)
+        for rank in self.ranks:
             self.on(rank)
-            gpu_kit.ok(self.runtime.cudaStreamWaitEvent(self.streams[rank], self._events[1 - rank][0], 0))
+            for peer in self.ranks:
+                if peer != rank:
+                    gpu_kit.ok(self.runtime.cudaStreamWaitEvent(self.streams[rank], self._events[peer][0], 0))
 
     def measure(self, variants: dict[str, Variant], runs: int, flushes: int = 2) -> dict[str, list[float]]:
         """Microseconds of each run of each variant, which take turns."""
         times: dict[str, list[float]] = {name: [] for name in variants}
         for run in range(WARM + runs):
             for name, v in variants.items():
+                ranks = self.ranks if v.ranks is None else v.ranks
                 v.before()
                 self.sync()
                 self._start_together(flushes)
-                self._record(1, v.ranks)
+                self._record(1, ranks)
                 v.timed()
-                self._record(2, v.ranks)
+                self._record(2, ranks)
                 self.sync()
-                us = [gpu_kit.ok(self.runtime.cudaEventElapsedTime(*self._events[r][1:])) * 1e3 for r in v.ranks]
+                us = [gpu_kit.ok(self.runtime.cudaEventElapsedTime(*self._events[r][1:])) * 1e3 for r in ranks]
                 v.after()
                 if run >= WARM:
                     times[name].append(max(us))
         return times
 
 
-class Pair:
-    """Two ranks with buffers. `hands` are the ranks with different options, all on the same chunks: what calls leave
+class Ranks:
+    """All ranks with buffers. `hands` are the ranks with different options, all on the same chunks: what calls leave
     behind is there.
     """
 
@@ -130,7 +143,7 @@ class Pair:
         from moonep_jax import _ffi_cuda
 
         self.clock = clock
-        self.shape = _ffi_cuda.DomainShape(ranks=2, **shape)
+        self.shape = _ffi_cuda.DomainShape(ranks=len(clock.ranks), **shape)
         self._made: list[gpu_kit.Buffer] = []
         chunks = self.new((self.shape.chunk_bytes()["total"],), np.uint8, fill=0)
         clock.sync()
@@ -141,22 +154,26 @@ class Pair:
                     rank=r,
                     chunks=[c.pointer for c in chunks],
                     timeout_s=5.0,
-                    device=r,
+                    device=clock.device[r],
                     link_blocks=h.sms,
                     rounds=h.rounds,
                 )
-                for r in BOTH
+                for r in clock.ranks
             ]
             for h in hands
         }
 
     def new(self, shape: tuple[int, ...], dtype: Any, fill: int = 0x3C) -> list[gpu_kit.Buffer]:
         """A buffer per rank; full of small numbers, unless told otherwise."""
-        return [self._on(r, lambda: gpu_kit.Buffer(shape, dtype, fill=fill)) for r in BOTH]
+        return [self._on(r, lambda: gpu_kit.Buffer(shape, dtype, fill=fill)) for r in self.clock.ranks]
 
     def put(self, arrays: Sequence[np.ndarray]) -> list[gpu_kit.Buffer]:
         """Copies of an array per rank."""
-        return [self._on(r, lambda: gpu_kit.Buffer.of(arrays[r])) for r in BOTH]
+        return [self._on(r, lambda: gpu_kit.Buffer.of(arrays[r])) for r in self.clock.ranks]
+
+    def alike(self, array: np.ndarray) -> list[gpu_kit.Buffer]:
+        """Copies of an array on all ranks."""
+        return self.put([array] * len(self.clock.ranks))
 
     def _on(self, rank: int, make: Callable[[], gpu_kit.Buffer]) -> gpu_kit.Buffer:
         self.clock.on(rank)
@@ -179,54 +196,54 @@ class Pair:
 
 
 class Call:
-    """One call of both ranks; args and rets by rank."""
+    """One call of all ranks; args and rets: lists of a buffer per rank."""
 
-    def __init__(self, pair: Pair, kind: str, args: list[list[gpu_kit.Buffer]], rets: list[list[gpu_kit.Buffer]]):
-        self._pair, self._kind = pair, gpu_kit.KINDS[kind]
-        self._raw = [([b.raw for b in a], [b.raw for b in o]) for a, o in zip(args, rets, strict=True)]
-        for ranks in pair.hands.values():
+    def __init__(self, of: Ranks, kind: str, args: list[list[gpu_kit.Buffer]], rets: list[list[gpu_kit.Buffer]]):
+        self._of, self._kind = of, gpu_kit.KINDS[kind]
+        self._raw = [([b[r].raw for b in args], [b[r].raw for b in rets]) for r in of.clock.ranks]
+        for ranks in of.hands.values():
             for rank, raw in zip(ranks, self._raw, strict=True):
                 if wrong := rank.check(self._kind, *raw):
                     raise ValueError(wrong)
 
-    def launch(self, hand: Hand, phases: Sequence[int] = PHASES, who: Sequence[int] = BOTH) -> None:
+    def launch(self, hand: Hand, phases: Sequence[int] = PHASES, who: Sequence[int] | None = None) -> None:
         """Enqueues phases of all rounds on ranks, phase by phase: what a kernel waits for is never behind it."""
-        clock, ranks = self._pair.clock, self._pair.hands[hand]
+        clock, ranks = self._of.clock, self._of.hands[hand]
         for round_ in range(ranks[0].rounds(self._kind, *self._raw[0])):
             for phase in phases:
-                for r in who:
+                for r in clock.ranks if who is None else who:
                     clock.on(r)
                     ranks[r].launch(self._kind, *self._raw[r], 1, round_, phase, int(clock.streams[r]))
 
     def one_launch(self, hand: Hand) -> bool:
         """Whether the call is so small that one launch makes it."""
-        return all(self._pair.hands[hand][r].whole(self._kind, *self._raw[r]) for r in BOTH)
+        return all(rank.whole(self._kind, *raw) for rank, raw in zip(self._of.hands[hand], self._raw, strict=True))
 
-    def send(self, hand: Hand, who: tuple[int, ...] = BOTH) -> Variant:
+    def send(self, hand: Hand, who: tuple[int, ...] | None = None) -> Variant:
         """The send kernels of some ranks alone; of a call in one round."""
-        others = [r for r in BOTH if r not in who]
+        others = [] if who is None else [r for r in self._of.clock.ranks if r not in who]
 
         def after() -> None:
             self.launch(hand, (1,), others)
             self.launch(hand, (2, 3))
-            self._pair.check()
+            self._of.check()
 
         return Variant(lambda: self.launch(hand, (1,), who), lambda: self.launch(hand, (0,)), after, who)
 
     def whole(self, hand: Hand) -> Variant:
-        """All kernels of both ranks."""
-        return Variant(lambda: self.launch(hand), after=self._pair.check)
+        """All kernels of all ranks."""
+        return Variant(lambda: self.launch(hand), after=self._of.check)
 
 
 class Graphs:
     """A sequence of calls, `repeats` times, captured once for each rank."""
 
-    def __init__(self, pair: Pair, hand: Hand, calls: Sequence[tuple[Call, Sequence[int]]], repeats: int) -> None:
-        self._pair = pair
-        runtime, clock = pair.clock.runtime, pair.clock
+    def __init__(self, of: Ranks, hand: Hand, calls: Sequence[tuple[Call, Sequence[int]]], repeats: int) -> None:
+        self._of = of
+        runtime, clock = of.clock.runtime, of.clock
         mode = runtime.cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
         self._replays: list[Any] = []
-        for r in BOTH:
+        for r in clock.ranks:
             clock.on(r)
             gpu_kit.ok(runtime.cudaStreamBeginCapture(clock.streams[r], mode))
             for _ in range(repeats):
@@ -238,17 +255,18 @@ class Graphs:
             gpu_kit.ok(runtime.cudaGraphUpload(self._replays[r], clock.streams[r]))
 
     def variant(self) -> Variant:
-        """A replay on both ranks."""
+        """A replay on all ranks."""
+        clock = self._of.clock
 
         def timed() -> None:
-            for r in BOTH:
-                self._pair.clock.on(r)
-                gpu_kit.ok(self._pair.clock.runtime.cudaGraphLaunch(self._replays[r], self._pair.clock.streams[r]))
+            for r in clock.ranks:
+                clock.on(r)
+                gpu_kit.ok(clock.runtime.cudaGraphLaunch(self._replays[r], clock.streams[r]))
 
-        return Variant(timed, after=self._pair.check)
+        return Variant(timed, after=self._of.check)
 
     def close(self) -> None:
         """Frees them."""
-        for r in BOTH:
-            self._pair.clock.on(r)
-            gpu_kit.ok(self._pair.clock.runtime.cudaGraphExecDestroy(self._replays[r]))
+        for r in self._of.clock.ranks:
+            self._of.clock.on(r)
+            gpu_kit.ok(self._of.clock.runtime.cudaGraphExecDestroy(self._replays[r]))

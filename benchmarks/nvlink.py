@@ -1,9 +1,10 @@
-"""Times the CUDA kernels over a real link: two ranks of one process with a GPU each, by the launchers, without XLA.
+"""Times the CUDA kernels over real links: the ranks of one process with a GPU each, by the launchers, without XLA.
 
-`python -m benchmarks.nvlink --json FILE [--parts prefetch,rows,decode]`. Parts: the prefetch table of 14
-configurations, the rows of dispatch and combine, and small calls replayed as CUDA graphs.
+`python -m benchmarks.nvlink --json FILE [--parts prefetch,rows,decode] [--ranks 8]`. Parts: the prefetch table of 14
+configurations, the rows of dispatch and combine, and small calls replayed as CUDA graphs. Ranks beyond the GPUs share
+them: a trial of the benchmark, whose figures are of no link.
 
-What is timed: CUDA events around the launches named, on the slower rank. The L2 caches are flushed before each run
+What is timed: CUDA events around the launches named, on the slowest rank. The L2 caches are flushed before each run
 (not between the calls of a graph); all variants of a table's row take turns in one loop, and a copy by the copy engines
 of the bytes that cross the link is one of them. GB/s are 1e9 bytes of payload per second, one way.
 """
@@ -18,14 +19,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.link_timer import BOTH, PHASES, WHOLE, Call, Clock, Graphs, Hand, Pair, Variant  # isort: skip (sets paths)
+from benchmarks.link_timer import PHASES, WHOLE, Call, Clock, Graphs, Hand, Ranks, Variant  # isort: skip (sets paths)
 
 import gpu_kit
 import ml_dtypes
 import numpy as np
 from cases import Shape, routing
 
-from benchmarks.prefetch_table import PREFETCH
+from benchmarks.prefetch_table import PREFETCH, Config, slots_of
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 # Ceilings measured on a pair of H200s, GB/s: copy engine one way, SMs both ways at once, SMs within a device.
@@ -34,53 +35,74 @@ OUTWARD = ("dispatch", "combine_grad")  # rows from their tokens' ranks to the e
 Keep = Callable[[dict[str, Any]], None]
 
 
-def bench_prefetch(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
-    """The prefetch table: the send of rank 0 alone.
+def _slots(config: Config, ranks: int) -> tuple[np.ndarray, list[int]]:
+    """slot_expert, and the slots that each rank fetches from rank 0.
 
-    Two ranks hold an expert twice at most, and there is one link: rank 1 fetches as many *different* experts of rank 0
-    as the configuration moves in all, so the slots and the bytes are its, and rank 0 has that many experts or more.
+    Too few ranks for a configuration hold an expert less often than it asks for: then rank 1 fetches as many different
+    experts of rank 0 as it moves in all, so the slots and the bytes are its, and rank 0 has that many experts or more.
     """
-    for name, _, columns, h, hp, fetched in PREFETCH:
-        slots, bytes_ = sum(fetched), 2 * h * hp
-        epn, n = max(8, slots), slots * bytes_
+    slots = sum(config.fetched)
+    if max(config.fetched) < ranks:
+        table = slots_of(config.fetched, config.experts // 4 * ranks, ranks)
+    else:
+        table = np.full((ranks, max(8, slots)), -1, np.int32)
+        table[1, :slots] = np.arange(slots)
+    return table, [int(n) for n in (table >= 0).sum(1)]
+
+
+def bench_prefetch(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
+    """The prefetch table: the send of rank 0 alone. An expert is read once, whatever the number of its slots."""
+    ranks = len(clock.ranks)
+    for config in PREFETCH:
+        table, fetched = _slots(config, ranks)
+        h, hp, epn, slots = config.h, config.hp, table.shape[1], sum(fetched)
+        bytes_ = 2 * h * hp
         hands = [Hand(sm) for sm in sms]
-        pair = Pair(clock, hands, experts=2 * epn, topk=1, tokens=8, padding=8, hidden=8, row_bytes=16,
-                    stage_bytes=epn * bytes_)  # fmt: skip
-        slot_expert = np.full((2, epn), -1, np.int32)
-        slot_expert[1, :slots] = np.arange(slots)
-        where, ticket = pair.put([slot_expert] * 2), pair.put([np.zeros(1, np.int32)] * 2)
-        weights = pair.new((2 * epn, h, hp), BF16)
-        call = Call(pair, "prefetch", [[where[r], ticket[r], weights[r]] for r in BOTH], [[w] for w in weights])
+        of = Ranks(clock, hands, experts=ranks * epn, topk=1, tokens=8, padding=8, hidden=8, row_bytes=16,
+                   stage_bytes=epn * bytes_)  # fmt: skip
+        where, ticket = of.alike(table), of.alike(np.zeros(1, np.int32))
+        weights = of.new((2 * epn, h, hp), BF16)
+        call = Call(of, "prefetch", [where, ticket, weights], [weights])
+
+        def copy() -> None:
+            for peer, n in enumerate(fetched):
+                if n:
+                    clock.copy(weights, peer, weights, 0, n * bytes_)
+
         variants = {str(hand.sms): call.send(hand, who=(0,)) for hand in hands}
-        variants["copy"] = Variant(lambda: clock.copy(weights[1], weights[0], n, 0), ranks=(0,))
+        variants["copy"] = Variant(copy, ranks=(0,))
         us = {k: statistics.median(v) for k, v in clock.measure(variants, runs).items()}
-        keep({"config": name, "B": columns, "H": h, "Hp": hp, "slots": slots, "wire_MB": n / 1e6, "us": us,
-              "GBps": {k: n / t / 1e3 for k, t in us.items()},
+        n = slots * bytes_
+        keep({"config": config.name, "B": config.columns, "H": h, "Hp": hp, "slots": slots, "wire_MB": n / 1e6,
+              "us": us, "GBps": {k: n / t / 1e3 for k, t in us.items()},
               "share": {k: us["copy"] / t for k, t in us.items()}})  # fmt: skip
-        pair.close()
+        of.close()
 
 
-class Moe(Pair):
-    """Two ranks with the plan of a uniform routing; dispatch and combine, forward and backward, on it."""
+class Moe(Ranks):
+    """Ranks with the plan of a uniform routing; dispatch and combine, forward and backward, on it."""
 
     def __init__(self, clock: Clock, hands: Sequence[Hand], s: int, h: int, topk: int, experts: int, padding: int):
         super().__init__(clock, hands, experts=experts, topk=topk, tokens=s, padding=padding, hidden=h,
                          row_bytes=2 * h)  # fmt: skip
-        n = self.n = self.shape.recv_rows(s)
-        dims = [(s, topk)] * 2 + [(n,)] * 3 + [(experts,)] * 2 + [(2, experts // 2), (2,), (2,), (1,)]
-        arrays = [self.new(d, np.int32) for d in dims]
-        self.plans = [[a[r] for a in arrays] for r in BOTH]
-        ids = self.put(list(routing("uniform", Shape(2, s, topk, experts, h), 0)))
+        n, ranks = self.shape.recv_rows(s), len(clock.ranks)
+        self.n = n
+        dims = [(s, topk)] * 2 + [(n,)] * 3 + [(2 * experts // ranks,)] * 2 + [(ranks, experts // ranks)]
+        dims += [(ranks,)] * 2 + [(1,)]
+        plan = [self.new(d, np.int32) for d in dims]
+        self.dst_rank, self.primary = plan[0], plan[3]
+        few = routing("uniform", Shape(1, min(s, 2048), topk, experts, h))[0]  # to draw each anew takes long
+        ids = few[np.random.default_rng(0).integers(len(few), size=(ranks, s))]
+        ids = self.put(list(ids))
         self.x, self.hidden = self.new((s, h), BF16), self.new((n, h), BF16)
         w, scale, y = self.new((s, topk), np.float32), self.new((n,), np.float32), self.new((s, h), BF16)
-        route = [[*p[:5], p[10]] for p in self.plans]
-        back = [[p[0], p[2], p[3], p[4], p[10], self.hidden[r], scale[r]] for r, p in enumerate(self.plans)]
+        route, back = [*plan[:5], plan[10]], [plan[0], *plan[2:5], plan[10], self.hidden, scale]
         operands: dict[str, tuple[Any, Any]] = {
-            "plan": ([[i] for i in ids], self.plans),
-            "dispatch": ([[*route[r], self.x[r], w[r]] for r in BOTH], [[self.hidden[r], scale[r]] for r in BOTH]),
-            "combine": (back, [[b] for b in y]),
-            "dispatch_grad": (back, [[y[r], w[r]] for r in BOTH]),
-            "combine_grad": ([[*route[r], self.x[r]] for r in BOTH], [[b] for b in self.hidden]),
+            "plan": ([ids], plan),
+            "dispatch": ([*route, self.x, w], [self.hidden, scale]),
+            "combine": (back, [y]),
+            "dispatch_grad": (back, [y, w]),
+            "combine_grad": ([*route, self.x], [self.hidden]),
         }
         self.calls = {kind: Call(self, kind, *given) for kind, given in operands.items()}
         self.clock.sync()  # all buffers are filled
@@ -89,28 +111,33 @@ class Moe(Pair):
 
 
 def bench_rows(clock: Clock, sms: list[int], runs: int, keep: Keep) -> None:
-    """dispatch and combine of both ranks at once, kernels that send and whole ops, beside both copy engines at once.
+    """dispatch and combine of all ranks at once, kernels that send and whole ops, beside all copy engines at once.
 
     Local bytes are those that are read and written after the last row has come, in a call without overlap: with the
     bytes on the wire, the model of its time. Sends are those of calls in one round.
     """
+    ranks = len(clock.ranks)
     hands = [Hand(sm, rounds) for sm in [*sms, 0] for rounds in (1, 3)]
+    topk, h, experts = 8, 7168, 256 if ranks < 8 else 896
     for s in (1024, 4096, 8192):
-        h = 7168
-        moe = Moe(clock, hands, s, h, topk=8, experts=256, padding=8)
-        to = [p[0].read() for p in moe.plans]
-        primaries = [int((p[3].read() == np.arange(moe.n)).sum()) for p in moe.plans]
-        cross = [int((to[r] == 1 - r).any(axis=1).sum()) for r in BOTH]  # rows from rank r to the other
-        returned = [cross[r] + int((to[r] == r).any(axis=1).sum()) for r in BOTH]
+        moe = Moe(clock, hands, s, h, topk, experts, padding=8)
+        to = np.stack([b.read() for b in moe.dst_rank])  # [ranks, s, K]
+        primaries = [int((b.read() == np.arange(moe.n)).sum()) for b in moe.primary]
+        # Rows from a rank to another: its tokens with an expert there.
+        rows = np.stack([(to == peer).any(axis=2).sum(axis=1) for peer in clock.ranks], axis=1)
+        cross = rows * (1 - np.eye(ranks, dtype=int))
+        busiest = int(max(cross.sum(0).max(), cross.sum(1).max()))
         for op in ("dispatch", "combine", "dispatch_grad", "combine_grad"):
-            out = op in OUTWARD
-            wire = max(cross) * 2 * h
-            local = max((primaries[r] + moe.n if out else returned[r] + s) for r in BOTH) * 2 * h
+            wire = busiest * 2 * h
+            after = max(primaries) + moe.n if op in OUTWARD else int(rows.sum(1).max()) + s
+            local = after * 2 * h
             model = wire / BOTH_WAYS / 1e3 + local / LOCAL / 1e3
 
             def copy() -> None:
-                for r in BOTH:
-                    clock.copy(moe.hidden[1 - r], moe.x[r], wire, r)
+                for step in range(1, ranks):  # each copy engine goes round its peers, and no two to one
+                    for r in clock.ranks:
+                        peer = (r + step) % ranks
+                        clock.copy(moe.hidden, peer, moe.hidden, r, int(cross[r, peer]) * 2 * h)
 
             call = moe.calls[op]
             variants = {f"send {hand}": call.send(hand) for hand in hands if hand.rounds == 1}
@@ -131,14 +158,14 @@ def bench_decode(clock: Clock, sms: int, runs: int, keep: Keep) -> None:
 
     `empty` is a prefetch that moves nothing: what a call costs that only shakes hands.
     """
-    repeats, hand = 20, Hand(sms)
+    repeats, hand, ranks = 20, Hand(sms), len(clock.ranks)
     sequences = ("plan", "dispatch", "combine", "plan+dispatch", "plan+dispatch+combine")
     for s in (1, 8, 32, 128):
         moe = Moe(clock, [hand], s, 7168, topk=8, experts=256, padding=1)
-        idle = Pair(clock, [hand], experts=2, topk=1, tokens=1, padding=1, hidden=8, row_bytes=16, stage_bytes=64)
-        slots, ticket = idle.put([np.full((2, 1), -1, np.int32)] * 2), idle.put([np.zeros(1, np.int32)] * 2)
+        idle = Ranks(clock, [hand], experts=ranks, topk=1, tokens=1, padding=1, hidden=8, row_bytes=16, stage_bytes=64)
+        slots, ticket = idle.alike(np.full((ranks, 1), -1, np.int32)), idle.alike(np.zeros(1, np.int32))
         leaf = idle.new((2, 16), BF16)
-        empty = Call(idle, "prefetch", [[slots[r], ticket[r], leaf[r]] for r in BOTH], [[w] for w in leaf])
+        empty = Call(idle, "prefetch", [slots, ticket, leaf], [leaf])
         clock.sync()
         graphs = {"empty, in phases": Graphs(idle, hand, [(empty, PHASES)], repeats)}
         for name in sequences:
@@ -159,7 +186,7 @@ def bench_decode(clock: Clock, sms: int, runs: int, keep: Keep) -> None:
 
 def table(result: dict[str, Any]) -> str:
     """The figures as Markdown tables."""
-    lines = [f"{result['device']}, {result['sms']} SMs", ""]
+    lines = [f"{result['ranks']} ranks on {result['gpus']} x {result['device']}, {result['sms']} SMs", ""]
 
     def head(cells: list[str]) -> None:
         lines.append("| " + " | ".join(cells) + " |")
@@ -178,7 +205,7 @@ def table(result: dict[str, Any]) -> str:
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     if rows := result.get("rows"):
-        head(["op", "S", "SMs", "rounds", "wire MB", "send us", "GB/s", "of 394", "of 351", "both copy engines us",
+        head(["op", "S", "SMs", "rounds", "wire MB", "send us", "GB/s", "of 394", "of 351", "copy engines us",
               "whole us", "of the model"])  # fmt: skip
         for r in rows:
             cells = [r["op"], str(r["S"]), str(r["sms"] or "default"), str(r["rounds"]), f"{r['wire_MB']:.1f}",
@@ -197,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", type=Path, help="file for all figures, written after every row")
     parser.add_argument("--parts", default="prefetch,rows,decode")
+    parser.add_argument("--ranks", type=int, help="default: one on each GPU")
     parser.add_argument("--runs", type=int, default=11, help="runs of each variant that count")
     parser.add_argument("--show", type=Path, help="print an earlier --json file instead of measuring")
     options = parser.parse_args()
@@ -207,8 +235,9 @@ def main() -> None:
 
     properties = gpu_kit.ok(runtime.cudaGetDeviceProperties(0))
     sms = properties.multiProcessorCount
-    result: dict[str, Any] = {"device": properties.name.decode().strip("\0"), "sms": sms}
-    clock, runs = Clock(), options.runs
+    clock, runs = Clock(options.ranks), options.runs
+    result: dict[str, Any] = {"device": properties.name.decode().strip("\0"), "sms": sms, "ranks": len(clock.ranks),
+                              "gpus": len(set(clock.device))}  # fmt: skip
     parts: dict[str, Callable[[Keep], None]] = {
         "prefetch": lambda keep: bench_prefetch(clock, [16, 32, 64, sms], runs, keep),
         "rows": lambda keep: bench_rows(clock, [8, 16, 20, 32, 48, 64, sms], runs, keep),

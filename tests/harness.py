@@ -112,7 +112,7 @@ def launch(
       env, process_env: variables for all processes, and for one by its index. MOONEP_POISON=1 unless set here.
       recoverable: sets jax_enable_recoverability, so that a process may leave.
       files: limit of open files (RLIMIT_NOFILE) of each process.
-      own_gpus: process i has GPU i to itself; otherwise all processes share GPU 0.
+      own_gpus: each process has as many GPUs to itself as devices; otherwise all processes share GPU 0.
       timeout_s: what is still running after it is ended, and has returncode None.
     """
     out.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ def launch(
                 "args": dict(args or {}),
                 "recoverable": recoverable,
                 "files": files,
-                "gpu": index if own_gpus else 0,
+                "gpus": [index * devices + i for i in range(devices)] if own_gpus else [0],
             }
             with open(out / f"{index}.out", "wb") as stdout, open(out / f"{index}.err", "wb") as stderr:
                 started.append(

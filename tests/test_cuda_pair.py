@@ -1,7 +1,7 @@
-"""Two ranks with a GPU each: the ops against the oracle over a real link, beside NCCL, and with faults of a rank.
+"""Ranks with a GPU each: the ops against the oracle over real links, beside NCCL, and with faults of a rank.
 
-As two processes, which share memory by file descriptors, and as two devices of one process. What a survivor sees is
-printed as JSON (`pytest -rP` shows it), since not all of it is the library's to decide.
+As processes, which share memory by file descriptors, as devices of one process, and both, on all GPUs that there are.
+What a survivor sees is printed as JSON (`pytest -rP` shows it), since not all of it is the library's to decide.
 """
 
 from __future__ import annotations
@@ -18,21 +18,22 @@ from workers.each_op import OPS
 from workers.pair import FIRST_S, INSIDE_S, LIMIT_S
 
 
-def _two_gpus() -> bool:
+def _gpus() -> int:
     if not gpu_kit.available():
-        return False
+        return 0
     from cuda.bindings import runtime
 
-    return gpu_kit.ok(runtime.cudaGetDeviceCount()) >= 2
+    return min(8, gpu_kit.ok(runtime.cudaGetDeviceCount()))
 
 
+GPUS = _gpus()
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.multiprocess,
-    pytest.mark.skipif(not _two_gpus(), reason="needs two GPUs, the CUDA module and cuda-python"),
+    pytest.mark.skipif(GPUS < 2, reason="needs two GPUs or more, the CUDA module and cuda-python"),
 ]
 ENV = {"JAX_PLATFORMS": "cuda", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-LAYOUTS = {"processes": (2, 1), "devices": (1, 2)}
+LAYOUTS = {"processes": (GPUS, 1), "devices": (1, GPUS)} | ({"both": (2, GPUS // 2)} if GPUS > 2 else {})
 # Command buffers never, and for every single op; JAX's default is the test before.
 GRAPHS = {
     "off": "--xla_gpu_enable_command_buffer=",
@@ -107,11 +108,11 @@ KILLS = [(phase, False) for phase in ("idle", *OPS)] + [("dispatch", True), ("re
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Run]:
-    """All kills at once, a pair of processes each."""
+    """All kills at once, with processes of their own."""
 
     def run(case: tuple[str, bool]) -> Run:
         phase, inside = case
-        return launch("pair:kill", 2, 1, tmp_path_factory.mktemp(phase), env=ENV, own_gpus=True, recoverable=True,
+        return launch("pair:kill", GPUS, 1, tmp_path_factory.mktemp(phase), env=ENV, own_gpus=True, recoverable=True,
                       timeout_s=120, args={"phase": phase, "inside": inside})  # fmt: skip
 
     with ThreadPoolExecutor(len(KILLS)) as pool:
@@ -137,26 +138,29 @@ def _check_fault(fault: dict[str, Any], op: str, limit_s: float, close_s: float)
 
 @pytest.mark.parametrize(("phase", "inside"), KILLS)
 def test_killed(kills: dict[tuple[str, bool], Run], phase: str, inside: bool) -> None:
-    survivor, victim = kills[phase, inside].processes
-    print(json.dumps({"killed": phase, "inside": inside, "codes": [survivor.returncode, victim.returncode],
-                      "survivor": survivor.results}))  # fmt: skip
+    first, victim, *others = kills[phase, inside].processes
     assert victim.returncode == -9
-    assert "fault" in survivor.results and survivor.returncode == 0, survivor.tail()
-    fault, place = survivor.results["fault"], 0 if phase == "idle" else OPS.index(phase)
-    failing = (OPS[place:] + OPS)[1 if inside else 0]
-    limit_s = INSIDE_S if inside else FIRST_S if phase == "idle" else LIMIT_S
-    _check_fault(fault, failing, limit_s, survivor.results["close_s"])
-    assert fault["went_well"] == ([phase] if inside else [])
-    assert survivor.results["alive"]
+    for survivor in (first, *others):
+        print(
+            json.dumps({"killed": phase, "inside": inside, "code": survivor.returncode, "survivor": survivor.results})
+        )
+        assert "fault" in survivor.results and survivor.returncode == 0, survivor.tail()
+        fault, place = survivor.results["fault"], 0 if phase == "idle" else OPS.index(phase)
+        failing = (OPS[place:] + OPS)[1 if inside else 0]
+        limit_s = INSIDE_S if inside else FIRST_S if phase == "idle" else LIMIT_S
+        _check_fault(fault, failing, limit_s, survivor.results["close_s"])
+        assert fault["went_well"] == ([phase] if inside else [])
+        assert survivor.results["alive"]
 
 
 def test_stopped(tmp_path: Path) -> None:
-    run = launch("pair:stop", 2, 1, tmp_path, env=ENV, own_gpus=True, recoverable=True, timeout_s=200)
+    run = launch("pair:stop", GPUS, 1, tmp_path, env=ENV, own_gpus=True, recoverable=True, timeout_s=200)
     print(json.dumps([p.results for p in run.processes]))
     for phase in ("idle", *OPS):
         op = "plan" if phase == "idle" else phase
-        survivor, stopped = run.of(phase)
-        text = _check_fault(survivor, op, FIRST_S if phase == "idle" else LIMIT_S, survivor["close_s"])
+        first, stopped, *others = run.of(phase)
+        limit_s = FIRST_S if phase == "idle" else LIMIT_S
+        (text,) = {_check_fault(survivor, op, limit_s, survivor["close_s"]) for survivor in (first, *others)}
         assert stopped["check"]["text"] == text, "the one that was stopped reports the same"
         assert stopped["alive"] and stopped["close_s"] < 15
     for short in run.of("short"):

@@ -22,7 +22,7 @@ def main(spec: dict[str, Any]) -> None:
     if spec["processes"] > 1:
         limits: dict[str, Any] = {"initialization_timeout": 120}
         if os.environ["JAX_PLATFORMS"].startswith("cuda"):
-            limits["local_device_ids"] = [spec["gpu"]]
+            limits["local_device_ids"] = spec["gpus"]
         if spec["recoverable"]:
             jax.config.update("jax_enable_recoverability", True)
             # Survivors wait for the one that left when they shut down.

@@ -1,4 +1,4 @@
-"""Worker of test_cuda_pair: two ranks with a GPU each - beside NCCL, with a late device, and with one of them killed or
+"""Worker of test_cuda_pair: ranks with a GPU each - beside NCCL, with a late device, and with one of them killed or
 stopped. The checks against the oracle are workers/gpu.py's.
 """
 
@@ -146,7 +146,7 @@ def _too_late(c: Context) -> dict[str, Any]:
     return {**report, "close_s": time.monotonic() - start}
 
 
-# -- one of two processes is killed or stopped -------------------------------------------------------------------------
+# -- a process is killed or stopped ------------------------------------------------------------------------------------
 
 
 def _exchange_pids(c: Context) -> int:
@@ -187,7 +187,7 @@ def kill(c: Context) -> None:
     c.record("fault", at.until_error(ops))
     c.record("close_s", at.close())
     c.record("alive", alive(jax.local_devices()[0]))
-    c.shut_down_after(())
+    c.shut_down_after(range(2, c.processes))
 
 
 def stop(c: Context) -> None:
@@ -196,7 +196,7 @@ def stop(c: Context) -> None:
     for phase in ("idle", *OPS):
         c.case(phase, lambda phase=phase: _stopped(c, phase, pid))
     c.case("short", lambda: _stopped_for_a_while(c, pid))
-    c.shut_down_after((1,))
+    c.shut_down_after(range(1, c.processes))
 
 
 def _stopped(c: Context, phase: str, pid: int) -> dict[str, Any]:
@@ -205,12 +205,12 @@ def _stopped(c: Context, phase: str, pid: int) -> dict[str, Any]:
     c.barrier()
     if c.index == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif c.index == 0:
+        wait_for_state(pid, "T")
+    try:
         report = at.until_error(ops)
-    else:
-        try:
-            wait_for_state(pid, "T")
-            report = at.until_error(ops)
-        finally:
+    finally:
+        if c.index == 0:
             os.kill(pid, signal.SIGCONT)
     return {**report, "close_s": at.close()}
 
@@ -223,13 +223,14 @@ def _stopped_for_a_while(c: Context, pid: int) -> dict[str, Any]:
     c.barrier()
     if c.index == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
+    elif c.index == 0:
+        wait_for_state(pid, "T")
+    try:
         result = at.start("dispatch")
-    else:
-        try:
-            wait_for_state(pid, "T")
-            result = at.start("dispatch")
+        if c.index == 0:
             time.sleep(1.5)
-        finally:
+    finally:
+        if c.index == 0:
             os.kill(pid, signal.SIGCONT)
     right = at.finish("dispatch", result) == at.first["dispatch"]
     return {"right": right, "check": raised(at.ep.check), "close_s": at.close()}
