@@ -240,7 +240,8 @@ def traces() -> dict[str, Any]:
     return {
         "fds": open_fds(),
         "maps": maps.count("/memfd:moonep"),
-        "threads": sorted(t.name for t in threading.enumerate()),
+        # Not those of others that have called Python once: they come and go.
+        "threads": sorted(t.name for t in threading.enumerate() if not isinstance(t, threading._DummyThread)),
         "tasks": len(os.listdir("/proc/self/task")),
         "listening": listening(),
         "shm": sorted(os.listdir("/dev/shm")),

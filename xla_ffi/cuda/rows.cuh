@@ -191,8 +191,9 @@ template <class Local, class Poisoned>
 __device__ inline void RunLocal(const RankViewGpu& v, Part which, const Step& step, const Crew& crew, const Cut& cut,
                                 int32_t* taken, const Local& rows, Poisoned poison) {
   ControlBlockGpu::PartState& part = State(v, which);
+  Pass pass(rows, Pieces(cut, crew, taken));  // its first loads and that of `live` are one trip to memory
   if (part.live != 0) {
-    Pass(rows, Pieces(cut, crew, taken)).Run();
+    pass.Run();
   } else if (step.last) {
     poison(crew);
   }
@@ -211,7 +212,8 @@ __device__ inline void RunStep(const RankViewGpu& v, Part which, const Step& ste
     return;
   }
   ControlBlockGpu::PartState& part = State(v, which);
-  if (part.live != 0) Pass(send_rows, Pieces(send, {block, step.senders}, &taken)).Run();
+  Pass pass(send_rows, Pieces(send, {block, step.senders}, &taken));
+  if (part.live != 0) pass.Run();
   EndSend(v, which, part, static_cast<uint32_t>(step.senders));
 }
 
