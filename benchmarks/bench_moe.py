@@ -7,7 +7,8 @@ The layer takes tokens, expert ids and route weights, and does all that follows:
 grouped GEMM, bring results back, weigh and sum. Timed are jitted programs, until all devices are done: forward, and
 forward with the gradients of tokens, route weights and expert weights. All layers have the same inputs, weights, ids
 and grouped GEMM, in the same process; layers and routings take turns in one loop, so each figure met the same
-disturbances as all others. "experts alone" is no layer: the GEMMs of an even load without any exchange, a lower bound.
+disturbances as all others. Two are no layers, but their GEMMs without any exchange: "experts alone" those of an even
+load, a lower bound, and "experts as planned" those of the rows and replicas that ours has.
 Devices of a CPU share its cores: there a rank with more rows than others delays the others less than on hardware where
 each has its own, so the rows of the busiest rank stand beside the times.
 
@@ -60,7 +61,7 @@ flags.DEFINE_bool("errors", True, "compare results with float64 on the host")
 FLAGS = flags.FLAGS
 
 SIZES = ("dropped", "held_rows", "busiest_rows", "held_MB", "link_rows", "link_MB")
-OURS, ALONE = "ours", "experts alone"
+OURS, ALONE, PLANNED = "ours", "experts alone", "experts as planned"
 EP = P(peers.AXIS)
 Array = np.ndarray[Any, Any]
 
@@ -79,6 +80,13 @@ def alone(x: Any, ids: Any, w: Any, params: peers.Params, gemm: peers.Gemm) -> j
     sizes = np.diff(np.arange(epn + 1) * len(x) * topk // epn).astype(np.int32)
     out = peers.swiglu(jnp.repeat(x, topk, axis=0), jnp.asarray(sizes), params, gemm)
     return peers.weigh(out, w)
+
+
+def planned(x: Any, sizes: Any, w: Any, params: peers.Params, gemm: peers.Gemm, *, held: int) -> jax.Array:
+    """The experts on `held` rows of given group sizes, replicas' weights included; the rows come from nowhere."""
+    rows = jnp.repeat(x, w.shape[1], axis=0)
+    rows = jnp.pad(rows, ((0, held - len(rows)), (0, 0)))
+    return peers.weigh(peers.swiglu(rows, sizes, params, gemm)[: w.size], w)
 
 
 class Problem:
@@ -102,6 +110,16 @@ class Problem:
         """Operands of all programs: x, ids, w, params, ct."""
         x, w, params, ct = self._floats
         return x, kit.put(self.mesh, ids.reshape(-1, self.shape.K)), w, params, ct
+
+    def planned_arguments(self, ids: Array) -> tuple[Any, ...]:
+        """The same for `planned`: group sizes in place of ids, and the weights of each rank's experts and replicas."""
+        x, w, _, ct = self._floats
+        plan = reference.plan(ids, self.shape.E)
+        own = np.arange(self.shape.E).reshape(self.shape.R, -1)
+        # Weights of unused slots are not read.
+        held = np.concatenate([own, np.maximum(plan.slot_expert, 0)], axis=1).reshape(-1)
+        params = {name: kit.put(self.mesh, p[held]) for name, p in self.params.items()}
+        return x, kit.put(self.mesh, np.asarray(plan.group_sizes, np.int32).reshape(-1)), w, params, ct
 
     def compile(self, layer: Callable[..., Any], args: tuple[Any, ...]) -> dict[str, Any]:
         """The layer's two programs. `layer` works on global arrays."""
@@ -219,6 +237,7 @@ def run() -> kit.Tables:
     with moonep.setup(mesh, peers.AXIS, config) as ep:
         shared = ep.stats()["bytes_per_rank"]["total"]
         layers = {OURS: functools.partial(ours, ep)} | {n: p.layer for n, p in peers.PEERS.items()} | {ALONE: alone}
+        layers[PLANNED] = functools.partial(planned, held=config.recv_rows(shape.R, shape.s))
         if devices[0].platform == "cpu":
             del layers["ragged_all_to_all"]  # XLA has it on GPUs and TPUs only
         whole = {name: problem.sharded(layer, gemm) for name, layer in layers.items()}
@@ -231,15 +250,17 @@ def run() -> kit.Tables:
             absent.append({"layer": "TransformerEngine EP", "why": "not installed"})
         known = peers.PEERS | others
         whole, programs = whole | {name: peer.layer for name, peer in others.items()}, {}
-        arguments = {name: problem.arguments(ids) for name, ids in routings.items()}
+        usual = {name: problem.arguments(ids) for name, ids in routings.items()}
+        arguments = {(name, PLANNED): problem.planned_arguments(ids) for name, ids in routings.items()}
+        some = next(iter(routings))  # sizes are the same for all
         for name in (n for n in whole if n not in FLAGS.leave_out):
             try:
-                programs[name] = problem.compile(whole[name], next(iter(arguments.values())))
+                programs[name] = problem.compile(whole[name], arguments.get((some, name), usual[some]))
             except Exception as e:  # a peer that this JAX cannot compile is a result, too
                 absent.append({"layer": name, "why": f"{type(e).__name__}: {str(e)[:200]}"})
         calls = {
-            (routed, name, part): functools.partial(program, *args)
-            for routed, args in arguments.items()
+            (routed, name, part): functools.partial(program, *arguments.get((routed, name), args))
+            for routed, args in usual.items()
             for name, parts in programs.items()
             for part, program in parts.items()
         }
@@ -259,12 +280,12 @@ def run() -> kit.Tables:
                     first = p50.get((routed, OURS, part))
                     row[f"{part}_ratio"] = first and timed["p50"] / first
                 row["error_y"] = row["error_gradients"] = None
-                if want is not None and name != ALONE:
+                if want is not None and name not in (ALONE, PLANNED):
                     row["error_y"], row["error_gradients"] = errors(calls[routed, name, "both"](), want)
                 if name == OURS:
                     row |= our_sizes(problem, ids, shared)
                 else:
-                    row |= dict.fromkeys(SIZES) if name == ALONE else sizes(problem, name, known[name], ids)
+                    row |= sizes(problem, name, known[name], ids) if name in known else dict.fromkeys(SIZES)
                 temporary = parts["both"].memory_analysis().temp_size_in_bytes
                 row["temporary_MB"] = (temporary + (shared if name == OURS else 0)) / 1e6
                 rows.append(row)
