@@ -22,10 +22,10 @@ GRAPHS = {
 }
 
 
-EXACT = ("rows_float32_dedup", "rows_bfloat16_exact", "rows_float16_dedup", "weights_own", "weights_full", "donation",
-         "remat", "replays")  # fmt: skip
+EXACT = ("rows_float32_dedup", "rows_bfloat16_exact", "rows_float16_dedup", "rows_in_rounds", "weights_own",
+         "weights_full", "donation", "remat", "replays")  # fmt: skip
 # Where only the command buffers differ: one of each op, in all the ways that programs use them.
-FEW = ("rows_bfloat16_exact", "weights_full", "donation", "scan_remat", "replays")
+FEW = ("rows_bfloat16_exact", "rows_in_rounds", "weights_full", "donation", "scan_remat", "replays")
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,14 @@ def _check(run: Run) -> None:
         assert mixed["seen"] == 0 and mixed["differ"] == 0, mixed
     # Lists are of what differs from the oracle.
     exact = {case for p in run.processes for case, value in p.results.items() if isinstance(value, list)}
-    assert exact >= {"rows_float32_dedup", "rows_bfloat16_exact", "weights_own", "weights_full", "replays"}
+    assert exact >= {
+        "rows_float32_dedup",
+        "rows_bfloat16_exact",
+        "rows_in_rounds",
+        "weights_own",
+        "weights_full",
+        "replays",
+    }
     for case in exact:
         assert run.of(case) == [[]] * len(run.processes), case
     for layer in run.of("layer"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,11 +49,21 @@ def _differs(c: Context, got: Any, want: Any) -> list[str]:
     return wrong
 
 
-def _rows(c: Context, dtype: str, mode: str, check_vma: bool = True) -> list[str]:
-    mesh, r = c.mesh(), c.devices
-    shape = Shape(r, 48, 3, 4 * r, 40)
+ROUTINGS = ("uniform", "one_home", "duplicates", "unrouted", "out_of_range", "crowded")
+
+
+def _rows(
+    c: Context,
+    dtype: str,
+    mode: str,
+    check_vma: bool = True,
+    size: tuple[int, int] = (48, 40),
+    routings: Sequence[str] = ROUTINGS,
+) -> list[str]:
+    mesh, r, (s, h) = c.mesh(), c.devices, size
+    shape = Shape(r, s, 3, 4 * r, h)
     wrong: list[str] = []
-    config = moonep.EPConfig(tokens=48, hidden=40, topk=3, experts=4 * r, dtype=jnp.dtype(dtype), combine=mode)
+    config = moonep.EPConfig(tokens=s, hidden=h, topk=3, experts=4 * r, dtype=jnp.dtype(dtype), combine=mode)
     with moonep.setup(mesh, "ep", config) as ep:
 
         def body(x: Any, ids: Any, w: Any, ct_h: Any, ct_w: Any, out: Any, dy: Any) -> Any:
@@ -73,14 +84,14 @@ def _rows(c: Context, dtype: str, mode: str, check_vma: bool = True) -> list[str
             }
 
         step = _jit(mesh, body, check_vma)
-        for seed, name in enumerate(("uniform", "one_home", "duplicates", "unrouted", "out_of_range", "crowded")):
+        for seed, name in enumerate(routings):
             rng = np.random.default_rng(seed)
             ids = routing(name, shape, seed)
             p = ref.plan(ids, 4 * r, 8)
-            x, dy = (rng.normal(size=(r, 48, 40)).astype(dtype) for _ in range(2))
-            out, ct_h = (rng.normal(size=(r, p.rows, 40)).astype(dtype) for _ in range(2))
+            x, dy = (rng.normal(size=(r, s, h)).astype(dtype) for _ in range(2))
+            out, ct_h = (rng.normal(size=(r, p.rows, h)).astype(dtype) for _ in range(2))
             out[np.asarray(p.src) < 0] = np.nan
-            w, ct_w = rng.random((r, 48, 3), np.float32), rng.random((r, p.rows), np.float32)
+            w, ct_w = rng.random((r, s, 3), np.float32), rng.random((r, p.rows), np.float32)
             got = step(*(c.put(a, mesh, P("ep")) for a in (x, ids, w, ct_h, ct_w, out, dy)))
             want = {}
             for array in PLAN_ARRAYS[:-1]:
@@ -301,6 +312,10 @@ CASES: dict[str, Any] = {
     "rows_float32_dedup": functools.partial(_rows, dtype="float32", mode="dedup"),
     "rows_bfloat16_exact": functools.partial(_rows, dtype="bfloat16", mode="exact"),
     "rows_float16_dedup": functools.partial(_rows, dtype="float16", mode="dedup", check_vma=False),
+    # Large enough to be sent in rounds: kRoundBytes in gpu_launch.cc.
+    "rows_in_rounds": functools.partial(
+        _rows, dtype="float32", mode="dedup", size=(768, 8192), routings=("uniform", "one_home")
+    ),
     "weights_own": functools.partial(_weights, full=False),
     "weights_full": functools.partial(_weights, full=True),
     "donation": _donation,
