@@ -1,5 +1,5 @@
-// What dispatch and combine share: pieces of rows dealt to warps, loads and stores of a piece, where a token goes. One
-// warp moves one row, or a part of its columns, at a time.
+// What dispatch and combine share: pieces of rows dealt to warps, loads and stores of a piece, where a token goes and
+// comes from, and a call's steps. One warp moves one row, or a part of its columns, at a time.
 #pragma once
 
 #include <algorithm>
@@ -185,8 +185,26 @@ __device__ inline uint64_t PrimaryMask(const PerAssignment<int32_t>& to_rank, in
 
 __device__ inline int LowestBit(uint64_t mask) { return __ffsll(static_cast<long long>(mask)) - 1; }
 
+// Where a row's token comes from.
+struct Source {
+  int32_t rank;  // -1: the row holds no token
+  int32_t token;
+  uint32_t assignment;  // of all of that rank
+
+  static __device__ Source Of(const RankViewGpu& v, int64_t tokens, int32_t src) {
+    if (src < 0) return {-1, -1, 0};
+    const uint32_t topk = static_cast<uint32_t>(v.shape.topk);
+    const uint32_t per_rank = static_cast<uint32_t>(tokens) * topk;
+    const uint32_t rank = static_cast<uint32_t>(src) / per_rank;
+    const uint32_t assignment = static_cast<uint32_t>(src) - rank * per_rank;
+    return {static_cast<int32_t>(rank), static_cast<int32_t>(assignment / topk), assignment};
+  }
+};
+
 // -- steps ------------------------------------------------------------------------------------------------------------
 
+// The local part of a step. poison(crew) fills the results of a call that failed, in its last step: before that there
+// may be more to come, and afterwards nothing is left of what earlier steps wrote.
 template <class Local, class Poisoned>
 __device__ inline void RunLocal(const RankViewGpu& v, Part which, const Step& step, const Crew& crew, const Cut& cut,
                                 int32_t* taken, const Local& rows, Poisoned poison) {
@@ -200,6 +218,7 @@ __device__ inline void RunLocal(const RankViewGpu& v, Part which, const Step& st
   if (step.last) EndLocal(v, which, part, static_cast<uint32_t>(crew.blocks));
 }
 
+// A step: the first `senders` blocks send and publish, the others do the local part.
 template <class Send, class Local, class Poisoned>
 __device__ inline void RunStep(const RankViewGpu& v, Part which, const Step& step, const Cut& send, const Cut& local,
                                const Send& send_rows, const Local& local_rows, Poisoned poison) {
@@ -216,22 +235,6 @@ __device__ inline void RunStep(const RankViewGpu& v, Part which, const Step& ste
   if (part.live != 0) pass.Run();
   EndSend(v, which, part, static_cast<uint32_t>(step.senders));
 }
-
-// Where a row's token comes from.
-struct Source {
-  int32_t rank;  // -1: the row holds no token
-  int32_t token;
-  uint32_t assignment;  // of all of that rank
-
-  static __device__ Source Of(const RankViewGpu& v, int64_t tokens, int32_t src) {
-    if (src < 0) return {-1, -1, 0};
-    const uint32_t topk = static_cast<uint32_t>(v.shape.topk);
-    const uint32_t per_rank = static_cast<uint32_t>(tokens) * topk;
-    const uint32_t rank = static_cast<uint32_t>(src) / per_rank;
-    const uint32_t assignment = static_cast<uint32_t>(src) - rank * per_rank;
-    return {static_cast<int32_t>(rank), static_cast<int32_t>(assignment / topk), assignment};
-  }
-};
 
 // -- launches ---------------------------------------------------------------------------------------------------------
 
