@@ -4,10 +4,11 @@ stopped. The checks against the oracle are workers/gpu.py's.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -199,19 +200,26 @@ def stop(c: Context) -> None:
     c.shut_down_after(range(1, c.processes))
 
 
+@contextlib.contextmanager
+def _process_1_stopped(c: Context, pid: int) -> Iterator[None]:
+    """Process 1 stops here, and goes on when process 0 leaves, however it does."""
+    if c.index == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        if c.index == 0:
+            wait_for_state(pid, "T")
+        yield
+    finally:
+        if c.index == 0:
+            os.kill(pid, signal.SIGCONT)
+
+
 def _stopped(c: Context, phase: str, pid: int) -> dict[str, Any]:
     at = EachOp(c, timeout_s=LIMIT_S, first_call_timeout_s=FIRST_S)
     ops = _bring_to(c, at, phase)
     c.barrier()
-    if c.index == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif c.index == 0:
-        wait_for_state(pid, "T")
-    try:
+    with _process_1_stopped(c, pid):
         report = at.until_error(ops)
-    finally:
-        if c.index == 0:
-            os.kill(pid, signal.SIGCONT)
     return {**report, "close_s": at.close()}
 
 
@@ -221,16 +229,9 @@ def _stopped_for_a_while(c: Context, pid: int) -> dict[str, Any]:
     at.warm()
     at.run("plan")
     c.barrier()
-    if c.index == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    elif c.index == 0:
-        wait_for_state(pid, "T")
-    try:
+    with _process_1_stopped(c, pid):
         result = at.start("dispatch")
         if c.index == 0:
             time.sleep(1.5)
-    finally:
-        if c.index == 0:
-            os.kill(pid, signal.SIGCONT)
     right = at.finish("dispatch", result) == at.first["dispatch"]
     return {"right": right, "check": raised(at.ep.check), "close_s": at.close()}
