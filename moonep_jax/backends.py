@@ -68,7 +68,7 @@ class GpuBackend:
         return self._ordinals[member.device_id]
 
     def options(self, config: EPConfig) -> dict[str, Any]:
-        """Grids (0 is the library's choice), and how rows are copied."""
+        """Grids; 0 is the library's choice."""
         return {
             "link_blocks": config.num_sms or 0,
             "local_blocks": config.local_sms or 0,

@@ -78,8 +78,10 @@ class EPConfig:
       weights: leaf name -> (shape of one expert's leaf, dtype), for prefetch. Stored as `Weights`; None: no leaves.
       combine: "dedup" sums a token's rows on the destination first; "exact" sums all of them on the source.
       planner: "exact" gives every rank the same number of rows; "home" moves nothing (plain EP).
-      num_sms: GPU streaming multiprocessors that talk to peers; None: the library's choice.
-      local_sms: the same for work that stays on the device, which may run beside those.
+      num_sms: most GPU streaming multiprocessors that talk to peers at a time; None: the library's choice. Not of
+        `plan`, whose few microseconds are latency. Where local work runs beside it, an eighth is left for that.
+      local_sms: the same for work that stays on the device, which may run beside those. Calls of at most 1 MiB run on
+        8 of them, both kinds of work together, unless num_sms is less.
       stage_bytes: cap, in bytes, of the region that holds weights under way; None: no cap.
       timeout_s: seconds that a call waits for a peer; None: 300, or 30 in a single-process CPU run.
       first_call_timeout_s: the same for the first call, which includes compiling; None: 900, or 30 likewise.

@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from moonep_jax import _compat, env, native
 from moonep_jax.errors import OpError, message
 
-# Kind numbers and targets are those of xla_ffi/cpu/call.h and module.cc.
+# Kind numbers are those of xla_ffi/common/operands.h, targets those of the two module.cc.
 _KINDS = {
     "plan": (0, "moonep_plan"),
     "dispatch": (1, "moonep_dispatch"),

@@ -191,6 +191,22 @@ def test_another_call_on_one_rank_is_an_error(
         poisoned(call)
 
 
+@pytest.mark.parametrize("kind", TICKETS)
+@pytest.mark.parametrize("who", [(1,), (0, 1, 2)])
+def test_a_poisoned_plan_is_an_error_on_all_ranks(kind: str, who: tuple[int, ...], slow: World) -> None:
+    bad = slow.call(kind, ticket=-1)
+    calls = slow.call(kind) | {r: bad[r] for r in who}
+    start = time.monotonic()
+    slow.enqueue(calls, 0, 1, 2)
+    texts = slow.group.errors()
+    assert time.monotonic() - start < 10.0  # nobody waited for the limit
+    for r, text in enumerate(texts):  # with several, each may be the first
+        sees = [f"{kind}: the plan is poisoned; got ticket -1 on rank {w}, expected" for w in who]
+        assert any(text.startswith(s) for s in sees), (r, texts)
+    for call in calls.values():
+        poisoned(call)
+
+
 @pytest.mark.parametrize("kind", ["plan", "dispatch", "combine", "prefetch"])
 def test_two_calls_in_flight_on_one_device_are_an_error(kind: str, slow: World) -> None:
     slow.group.enqueue({0: slow.call(kind)[0]}, phases=("begin", "send"))

@@ -55,6 +55,16 @@ def test_skipped_call(run: Run, case: str) -> None:
             assert record["error"] is None
 
 
+def test_poisoned_plan(run: Run) -> None:
+    records = run.of("poisoned_plan")
+    text = _one_text(records)
+    assert text.startswith("dispatch: the plan is poisoned; got ticket -1 on rank 1 (device"), text
+    for record in records:
+        assert record["error"]["type"] in ("JaxRuntimeError", "ValueError") and text in record["error"]["text"]
+        assert record["error"]["seconds"] < 50, "no rank waits for its limit"
+        _check_failed(record, text)
+
+
 @pytest.mark.parametrize("run", one_fast(SEVERAL, "4x1"), indirect=True)
 def test_late_rank(run: Run) -> None:
     records = run.of("late")

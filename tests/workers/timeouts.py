@@ -1,7 +1,10 @@
-"""Worker of test_timeouts: ranks that are late, absent, in another branch or of another shape; a domain for each."""
+"""Worker of test_timeouts: ranks that are late, absent, in another branch, of another shape or without a good plan; a
+domain for each.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import time
@@ -21,24 +24,32 @@ EP = P("ep")
 
 
 class Case:
-    """One domain over all devices and one compiled step: a rank whose flag is 0 skips the whole MoE part.
+    """One domain over all devices and one compiled step: a rank whose flag is 0 skips the whole MoE part, or, with
+    `poison`, makes its calls with a plan whose ticket is -1.
 
     XLA:CPU runs a program of few flops on the launching thread when the process has one device: the launch waits, and
     raises what fails. `tiny` steps are such programs, the others do some more work.
     """
 
-    def __init__(self, c: Context, ep: moonep.Domain, mesh: jax.sharding.Mesh, tokens: int, tiny: bool):
+    def __init__(
+        self, c: Context, ep: moonep.Domain, mesh: jax.sharding.Mesh, tokens: int, tiny: bool, poison: bool = False
+    ):
         self.c, self.ep, self.mesh, self.tokens = c, ep, mesh, tokens
         eye = np.eye(32, dtype=np.float32)
 
-        def exchange(x: Any, ids: Any) -> Any:
-            d = ep.dispatch(x, ids)
+        def exchange(x: Any, ids: Any, flag: Any) -> Any:
+            plan = ep.plan(ids)
+            if poison:
+                plan = dataclasses.replace(plan, ticket=jax.numpy.where(flag[0] > 0, plan.ticket, -1))
+            d = ep.dispatch(x, ids, plan=plan)
             return ep.combine(d.plan, d.hidden)
 
         def model(x: Any, ids: Any, flag: Any) -> Any:
             if not tiny:
                 x = x * (eye * x[0, 0] @ eye)[0, 0]
-            return jax.lax.cond(flag[0, 0] > 0, lambda: exchange(x, ids), lambda: 0 * x)
+            if poison:
+                return exchange(x, ids, flag)
+            return jax.lax.cond(flag[0, 0] > 0, lambda: exchange(x, ids, flag), lambda: 0 * x)
 
         self._args = [self._put(np.ones((c.devices * tokens, H), np.float32)), self._put(self._ids())]
         step = jax.jit(jax.shard_map(model, mesh=mesh, in_specs=EP, out_specs=EP))
@@ -88,17 +99,22 @@ class Case:
 
 @contextmanager
 def case(
-    c: Context, timeout_s: float = 2.0, first_call_timeout_s: float = 60.0, tokens: int = S, tiny: bool = False
+    c: Context,
+    timeout_s: float = 2.0,
+    first_call_timeout_s: float = 60.0,
+    tokens: int = S,
+    tiny: bool = False,
+    poison: bool = False,
 ) -> Iterator[Case]:
     mesh = c.mesh()
     limits = {"timeout_s": timeout_s, "first_call_timeout_s": first_call_timeout_s}
     cfg = moonep.EPConfig(tokens=S, hidden=H, topk=K, experts=2 * c.devices, dtype=np.float32, **limits)
     with moonep.setup(mesh, "ep", cfg) as ep:
-        yield Case(c, ep, mesh, tokens, tiny)
+        yield Case(c, ep, mesh, tokens, tiny, poison)
 
 
 def run(c: Context) -> None:
-    cases: list[Callable[[Context], Any]] = [skipped, skipped_tiny, close_in_flight, closed_in_op]
+    cases: list[Callable[[Context], Any]] = [skipped, skipped_tiny, poisoned_plan, close_in_flight, closed_in_op]
     if c.processes > 1:
         cases += [late, slow_first_call, other_shapes, closed_by_others]
     for f in cases:
@@ -122,6 +138,13 @@ def skipped(c: Context, tiny: bool = False) -> Any:
 def skipped_tiny(c: Context) -> Any:
     """The same in a program that XLA runs on the launching thread."""
     return skipped(c, tiny=True)
+
+
+def poisoned_plan(c: Context) -> Any:
+    """Rank 1 passes on a plan that is none; the limit is far."""
+    with case(c, timeout_s=60.0, poison=True) as at:
+        _steps(at)
+        return {"error": raised(lambda: at.step(1)), **at.after()}
 
 
 def late(c: Context) -> Any:

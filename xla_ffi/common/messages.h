@@ -23,4 +23,10 @@ inline std::string Seconds(int64_t ns) {
   return text;
 }
 
+// An op got a plan that is none: its ticket says so.
+inline std::string PoisonedPlan(const std::string& op, int32_t ticket, const std::string& rank) {
+  return op + ": the plan is poisoned; got ticket " + std::to_string(ticket) + " on " + rank +
+         ", expected that of a call of plan that succeeded; use a Plan as plan or dispatch returned it, on every rank";
+}
+
 }  // namespace moonep

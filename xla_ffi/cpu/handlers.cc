@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "xla_ffi/common/buffers.h"
+#include "xla_ffi/common/messages.h"
 #include "xla_ffi/cpu/completer.h"
 #include "xla_ffi/cpu/ops.h"
 #include "xla_ffi/cpu/rank.h"
@@ -60,10 +61,11 @@ ffi::Future Submit(int32_t device, ffi::RunId run, int64_t domain, int64_t kind_
   if (!call) return Refuse(promise, ffi::ErrorCode::kInvalidArgument, std::move(wrong));
   const int32_t ticket = ticket_data != nullptr ? ReadTicket(ticket_data) : 0;  // checked: an int32 of one element
   if (ticket < 0) {
-    return Refuse(promise, ffi::ErrorCode::kInvalidArgument,
-                  std::string(op) +
-                      ": the plan is poisoned; got ticket -1, expected a plan that succeeded; see the "
-                      "domain's first error (ep.check())");
+    // The peers would wait for this call in vain.
+    const moonep::RankView& view = rank->view();
+    rank->Fail({Failure::kInvalid, moonep::PoisonedPlan(op, ticket, view.labels[static_cast<size_t>(view.rank)])});
+    promise.SetError(ToError(rank->error()));  // an earlier one stays
+    return ffi::Future(promise);
   }
   call->key = {static_cast<uint64_t>(kind_number), static_cast<uint64_t>(channel), static_cast<uint64_t>(site),
                static_cast<uint64_t>(ticket), static_cast<uint64_t>(run.run_id)};

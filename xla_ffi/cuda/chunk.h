@@ -20,7 +20,7 @@ constexpr int kParts = 4;
 // Why a rank gave up; what the host turns into text.
 struct ErrorRecord {
   // kClosed and kReported come from the host: of no call, until a peer meets it in one.
-  enum Code : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBusy = 3, kClosed = 4, kReported = 5 };
+  enum Code : uint32_t { kNone = 0, kTimeout = 1, kMismatch = 2, kBusy = 3, kClosed = 4, kReported = 5, kPoisoned = 6 };
   uint32_t code;
   int32_t kind;  // -1: of no call
   int32_t ticket;
@@ -42,7 +42,7 @@ struct ControlBlockGpu {
   // Written by the owner.
   alignas(128) ErrorRecord record;
   struct alignas(128) PartState {
-    uint32_t epoch;   // of the call being executed, or of the last one
+    uint32_t epoch;   // of the round being executed, or of the last one
     uint32_t tag;     // hash of its kind, site and ticket
     uint32_t site;    // hash of its kind and site: the same whatever the plan
     uint32_t live;    // 0: the call failed; its kernels touch no peer and poison its outputs
@@ -143,7 +143,7 @@ struct CallId {
   int32_t kind;
   uint32_t site_hash;     // of kind, channel and site
   const int32_t* ticket;  // device; null for a plan, whose ticket is its epoch
-  uint32_t counts;        // 1; 0 in rounds after the first, which are the same call
+  uint32_t counts;        // 1; 0 in later rounds of weights, which begin again and are the same call
 };
 
 }  // namespace moonep

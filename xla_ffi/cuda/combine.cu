@@ -200,16 +200,12 @@ __global__ void __launch_bounds__(kWholeThreads, 1)
       [&] { PoisonResults<V>(v, a, Crew::Grid()); });
 }
 
-// A row type wider than the vector cannot be summed element by element: float32 rows are always 4-byte aligned.
+// Rows are summed element by element, so a vector holds one or more.
 template <class F>
 cudaError_t WithRows(RowType type, int64_t bytes, uintptr_t addresses, F f) {
   return WithRowType(type, [&](auto element) {
-    return WithVector(bytes, addresses, [&](auto vector) {
-      using E = decltype(element);
-      using V = decltype(vector);
-      if constexpr (sizeof(V) >= sizeof(typename E::Storage)) return f(element, vector);
-      return cudaErrorMisalignedAddress;
-    });
+    constexpr size_t kElement = sizeof(typename decltype(element)::Storage);
+    return WithVector<kElement>(bytes, addresses, [&](auto vector) { return f(element, vector); });
   });
 }
 

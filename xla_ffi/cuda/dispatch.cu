@@ -10,8 +10,9 @@ namespace {
 
 // Copies need few registers, so a block fills its SM. Bytes in flight decide: threads * unroll * 16.
 constexpr int kThreads = 1024;
-constexpr int kUnroll = 4;          // loads in flight per lane
-constexpr int kWholeThreads = 768;  // two bodies and the waits in one kernel: more would spill
+constexpr int kUnroll = 4;           // loads in flight per lane
+constexpr size_t kLeastElement = 2;  // bytes
+constexpr int kWholeThreads = 768;   // two bodies and the waits in one kernel: more would spill
 
 // The primary's row on each distinct destination of a token.
 struct Addresses {
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(kWholeThreads, 1)
 }  // namespace
 
 cudaError_t LaunchDispatchStep(const RankViewGpu& v, const DispatchArgs& a, const Step& step, cudaStream_t stream) {
-  return WithVector(v.shape.row_bytes, Address(a.x) | Address(a.hidden), [&](auto vector) {
+  return WithVector<kLeastElement>(v.shape.row_bytes, Address(a.x) | Address(a.hidden), [&](auto vector) {
     using V = decltype(vector);
     const Cut send = Cut::Of(step.send.count(), VectorsOf<V>(v), int64_t{step.senders} * kThreads / 32);
     const Cut local = Cut::Of(a.rows, VectorsOf<V>(v), int64_t{step.locals} * kThreads / 32);
@@ -181,7 +182,7 @@ cudaError_t LaunchDispatchStep(const RankViewGpu& v, const DispatchArgs& a, cons
 }
 
 cudaError_t LaunchDispatchWhole(const RankViewGpu& v, const DispatchArgs& a, const CallId& id, cudaStream_t stream) {
-  return WithVector(v.shape.row_bytes, Address(a.x) | Address(a.hidden), [&](auto vector) {
+  return WithVector<kLeastElement>(v.shape.row_bytes, Address(a.x) | Address(a.hidden), [&](auto vector) {
     using V = decltype(vector);
     const LaunchShape shape = WholeShape(a.rows, VectorsOf<V>(v), kUnroll, kWholeThreads);
     const Cut send = Cut::Of(a.tokens, VectorsOf<V>(v), WarpsOf(shape));

@@ -34,7 +34,7 @@ constexpr int64_t kRounds = 3;
 constexpr int64_t kRoundBytes = int64_t{64} << 20;
 
 // Blocks that send unless the user says how many. Copies need few to keep a link busy, and leave the others for what is
-// local; sums read far more than they send, and take all but a few.
+// local; sums read far more than they send, and take all, or all but a few where there is local work, too.
 constexpr int kCopySenders = 48;
 
 Tokens TokensOf(int64_t tokens, int64_t rounds, int64_t round) {
@@ -66,11 +66,13 @@ cudaError_t GpuRank::LoadKernels() {
   note(LaunchPlanWhole(view_, plan, id, nullptr));
   for (uintptr_t address = 1; address <= 16; address *= 2) {
     auto* at = reinterpret_cast<std::byte*>(address);
-    DispatchArgs dispatch{};
-    dispatch.tokens = dispatch.rows = 1;
-    dispatch.x = dispatch.hidden = at;
-    note(LaunchDispatchStep(view_, dispatch, step, nullptr));
-    note(LaunchDispatchWhole(view_, dispatch, id, nullptr));
+    if (address > 1) {  // rows have no elements of one byte
+      DispatchArgs dispatch{};
+      dispatch.tokens = dispatch.rows = 1;
+      dispatch.x = dispatch.hidden = at;
+      note(LaunchDispatchStep(view_, dispatch, step, nullptr));
+      note(LaunchDispatchWhole(view_, dispatch, id, nullptr));
+    }
     for (RowType type : {RowType::kF32, RowType::kF16, RowType::kBF16}) {
       const int64_t element = type == RowType::kF32 ? 4 : 2;
       if (element * d.hidden != d.row_bytes || element > static_cast<int64_t>(address)) continue;
@@ -127,6 +129,7 @@ int64_t GpuRank::Rounds(const CallArgs& call) const {
     case Kind::kDispatchGrad:
       if (Whole(call)) return 1;
       if (options_.rounds != 0) return options_.rounds == 1 ? 1 : kRounds;
+      if (dispatch && view_.shape.ranks == 1) return 1;  // nothing to send
       return (dispatch ? call.rets[0] : call.args[5]).bytes() >= kRoundBytes ? kRounds : 1;
     case Kind::kPrefetch:
     case Kind::kReduceGrad:
@@ -200,11 +203,13 @@ Step GpuRank::StepOf(int64_t tokens, int64_t rounds, int64_t round, bool copies)
     step.locals = options_.local_blocks;
     return step;
   }
-  step.send = TokensOf(tokens, rounds, round);
+  const bool alone = copies && view_.shape.ranks == 1;  // nothing to send: one block publishes
+  if (!alone) step.send = TokensOf(tokens, rounds, round);
   const bool beside = round > 0 || copies;  // there is local work
   const int most = beside ? sms_ - sms_ / 8 : sms_;
   step.senders = std::min(options_.link_blocks != 0 ? options_.link_blocks : copies ? kCopySenders : sms_, most);
-  if (beside) step.locals = std::min(options_.local_blocks, sms_ - step.senders);
+  if (alone) step.senders = 1;
+  if (beside) step.locals = std::max(1, std::min(options_.local_blocks, sms_ - step.senders));
   return step;
 }
 

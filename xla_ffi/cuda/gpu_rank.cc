@@ -180,9 +180,8 @@ std::string GpuRank::error() const {
     culprits += (culprits.empty() ? "" : ", ") + labels_[static_cast<size_t>(i)];
   }
   const std::string op = std::string(r.kind < 0 ? "close" : KindName(r.kind)) + ": ";
-  const std::string seen = " (ticket " + std::to_string(r.ticket) + ", seen by " +
-                           (r.rank >= 0 && r.rank < view_.shape.ranks ? labels_[static_cast<size_t>(r.rank)] : "?") +
-                           ")";
+  const std::string by = r.rank >= 0 && r.rank < view_.shape.ranks ? labels_[static_cast<size_t>(r.rank)] : "?";
+  const std::string seen = " (ticket " + std::to_string(r.ticket) + ", seen by " + by + ")";
   switch (code) {
     case ErrorRecord::kTimeout:
       return op + "missing ranks " + List(missing) + " after " + Seconds(static_cast<int64_t>(r.waited_ns)) +
@@ -208,6 +207,8 @@ std::string GpuRank::error() const {
              "two calls of one kind are in flight on one device; got a second one before the first was done, expected "
              "one after the other; order them by data, or turn concurrent command buffers off" +
              seen;
+    case ErrorRecord::kPoisoned:
+      return PoisonedPlan(KindName(r.kind), r.ticket, by);
     default:
       return op + "failed with code " + std::to_string(code) + seen;
   }

@@ -24,7 +24,7 @@ struct GpuRankOptions {
   int link_blocks = 0;   // grid of kernels that write to or read from peers; 0: the library's choice
   int local_blocks = 0;  // grid of kernels that stay on the device; 0: the library's choice
   bool whole = true;     // calls of few bytes are one launch
-  int rounds = 0;        // of calls of rows that are several launches; 0: by their bytes
+  int rounds = 0;        // calls of rows that are several launches: 0 by their bytes, 1 in one round, else in several
   uint64_t limit_ns = 0;
   uint64_t first_limit_ns = 0;
 };

@@ -2,8 +2,7 @@
 //
 // A call is: Begin (one block: next epoch, credits) -> a data kernel that sends and publishes in its tail -> Wait (one
 // block) -> a local kernel that expands or reduces and gives the credits back. `blocks` is the grid of data kernels.
-// Large calls of rows send in rounds, each with words of its own, and a round's local work is done beside the next
-// send.
+// Large calls of rows send in rounds, each an epoch of its own, and a round's local work is done beside the next send.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -100,7 +99,7 @@ struct Step {
   bool last;        // nothing is left to send
 };
 
-// Row elements, as in xla_ffi/cpu/element.h.
+// Row elements, numbered as ElementType in xla_ffi/common/operands.h.
 enum class RowType : int32_t { kF32 = 1, kF16 = 2, kBF16 = 3 };
 
 struct DispatchArgs {

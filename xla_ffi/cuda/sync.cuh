@@ -99,6 +99,9 @@ __device__ inline void AdoptError(const RankViewGpu& v, int32_t peer, const Call
 // Turns of a poll that acquire, each at the price of the L1 cache, so that a word which is about to come needs no
 // second trip to memory. Later turns only look.
 constexpr uint32_t kEagerTurns = 64;
+// Turns are 32 bits, which is a quarter of an hour. They start just below the end, so that every wait of more than some
+// 15 ms shows what happens there.
+constexpr uint32_t kFirstTurn = 0u - (1u << 16);
 
 // What a wait expects of a word, besides its epoch.
 enum class Expect {
@@ -126,9 +129,9 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
   __syncthreads();
   ControlBlockGpu& own = v.own();
   if (r < v.shape.ranks) {
-    uint64_t start = 0;
-    for (uint32_t turn = 0;; ++turn) {
-      const bool eager = turn < kEagerTurns;
+    uint64_t start = 0;  // not known yet
+    for (uint32_t turn = kFirstTurn;; ++turn) {
+      const bool eager = turn - kFirstTurn < kEagerTurns;
       const uint64_t word = eager ? LoadAcquireSys(&words[r].value) : LoadRelaxedSys(&words[r].value);
       const uint32_t got = static_cast<uint32_t>(word >> 32);
       if (static_cast<int32_t>(got - epoch) >= 0) {
@@ -141,7 +144,7 @@ __device__ inline bool WaitForAll(const RankViewGpu& v, const SyncWord* words, u
         }
         break;
       }
-      if (turn == 0) {
+      if (start == 0) {
         start = WallClockNs();
         since = start;
       }
@@ -237,6 +240,9 @@ __device__ inline CallState DecideCall(const RankViewGpu& v, const CallId& id, i
       AdoptError(v, failed, call);
     } else if (from.busy != 0) {
       RaiseError(v, {ErrorRecord::kBusy, call.kind, call.ticket, v.rank, {0, 0}, 0});
+    } else if (call.ticket < 0) {
+      // A plan that failed left an error: this one comes from elsewhere. The peers would wait for what is not sent.
+      RaiseError(v, {ErrorRecord::kPoisoned, call.kind, call.ticket, v.rank, {0, 0}, 0});
     }
   }
   return call;

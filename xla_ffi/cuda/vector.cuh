@@ -10,15 +10,18 @@
 
 namespace moonep {
 
-// Calls f with a value of the vector type to use for rows of `bytes` bytes at these addresses.
-template <class F>
+// Calls f with a value of the vector type to use for rows of `bytes` bytes at these addresses, of kLeast bytes or more.
+template <size_t kLeast, class F>
 cudaError_t WithVector(int64_t bytes, uintptr_t addresses, F f) {
   const uint64_t bits = static_cast<uint64_t>(bytes) | addresses;
   if (bits % 16 == 0) return f(uint4{});
   if (bits % 8 == 0) return f(uint2{});
   if (bits % 4 == 0) return f(uint32_t{});
-  if (bits % 2 == 0) return f(uint16_t{});
-  return f(uint8_t{});
+  if constexpr (kLeast <= 2) {
+    if (bits % 2 == 0) return f(uint16_t{});
+  }
+  if constexpr (kLeast == 1) return f(uint8_t{});
+  return cudaErrorMisalignedAddress;
 }
 
 // Streaming accesses: every byte is used once here, so it should not push others out of the caches.

@@ -317,7 +317,7 @@ cudaError_t WithLeaves(const WeightArgs& a, F f) {
     bits |= static_cast<uint64_t>(a.leaf[l].bytes) | reinterpret_cast<uintptr_t>(a.leaf[l].in) |
             reinterpret_cast<uintptr_t>(a.leaf[l].out);
   }
-  return WithVector(0, bits, f);
+  return WithVector<1>(0, bits, f);
 }
 
 }  // namespace
