@@ -198,7 +198,7 @@ def test_a_leaf_that_differs(job: Job) -> None:
     job.clean_setup()
 
 
-@pytest.mark.parametrize("field", ["version.moonep_jax", "version.jax", "MOONEP_COLLECTIVE_STREAM"])
+@pytest.mark.parametrize("field", ["version.moonep_jax", "version.jax", "MOONEP_COLLECTIVE_STREAM", "MOONEP_DEBUG"])
 @pytest.mark.parametrize("value", ["9.9.9", None])
 def test_versions_that_differ(job: Job, field: str, value: str | None) -> None:
     def change(record: bytes) -> bytes:

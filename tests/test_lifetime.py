@@ -44,6 +44,12 @@ def test_configs_that_do_not_fit_the_mesh(fields: dict[str, Any], parts: tuple[s
         assert part in str(info.value), info.value
 
 
+def test_a_process_without_a_device_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_index", lambda: 7)
+    with pytest.raises(moonep.ConfigError, match=r"this process owns no device of the mesh; got 7, expected \[0\]; "):
+        moonep.setup(make_mesh((2,), ("ep",)), "ep", config())
+
+
 @pytest.mark.parametrize(
     ("fields", "parts"),
     [

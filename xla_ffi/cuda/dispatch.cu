@@ -176,7 +176,8 @@ cudaError_t LaunchDispatchStep(const RankViewGpu& v, const DispatchArgs& a, cons
   return WithVector<kLeastElement>(v.shape.row_bytes, Address(a.x) | Address(a.hidden), [&](auto vector) {
     using V = decltype(vector);
     const Cut send = Cut::Of(step.send.count(), VectorsOf<V>(v), int64_t{step.senders} * kThreads / 32);
-    const Cut local = Cut::Of(a.rows, VectorsOf<V>(v), int64_t{step.locals} * kThreads / 32);
+    const int64_t rows = step.local.at_home || step.local.count() > 0 ? a.rows : 0;
+    const Cut local = Cut::Of(rows, VectorsOf<V>(v), int64_t{step.locals} * kThreads / 32);
     return LaunchStep(DispatchStep<V>, step, send, local, kThreads, stream, v, a);
   });
 }

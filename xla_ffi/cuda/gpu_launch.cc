@@ -198,12 +198,12 @@ Step GpuRank::StepOf(int64_t tokens, int64_t rounds, int64_t round, bool copies)
   Step step{};
   step.last = round == rounds;
   step.local.at_home = round == 0 && copies;
-  if (round > 0) step.local = TokensOf(tokens, rounds, round - 1);
+  const bool alone = copies && view_.shape.ranks == 1;  // nothing is sent: one block publishes
+  if (round > 0 && !alone) step.local = TokensOf(tokens, rounds, round - 1);
   if (step.last) {
     step.locals = options_.local_blocks;
     return step;
   }
-  const bool alone = copies && view_.shape.ranks == 1;  // nothing to send: one block publishes
   if (!alone) step.send = TokensOf(tokens, rounds, round);
   const bool beside = round > 0 || copies;  // there is local work
   const int most = beside ? sms_ - sms_ / 8 : sms_;
