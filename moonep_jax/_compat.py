@@ -79,6 +79,12 @@ def register_lowering(primitive: Any, rule: Any, platform: str) -> None:
     mlir.register_lowering(primitive, rule, platform=platform, cacheable=False)
 
 
+def lowering_mesh(ctx: Any) -> jax.sharding.Mesh | None:
+    """The mesh of the shard_map that is being lowered; None where it has no devices."""
+    mesh = getattr(ctx.module_context.axis_context, "mesh", None)
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else None
+
+
 def new_site(ctx: Any) -> int:
     """A number for one use of an op, distinct within a program and alike in all processes that lower the program.
 

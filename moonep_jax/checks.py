@@ -40,7 +40,7 @@ def axes_bound(op: str, spec: DomainSpec) -> None:
 def channel(op: str, value: Any) -> int:
     """A channel is a static, small number."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 <= int(value) < 2**31:
-        fix = "pass a Python int: one per MoE layer outside a scan and per independent micro-batch"
+        fix = "pass a Python int; 0 is right unless uses of one jitted or checkpointed function are independent"
         raise OpError(message(op, "bad channel", repr(value), "an int from 0 to 2**31 - 1", fix))
     return int(value)
 
@@ -64,7 +64,7 @@ def tokens(op: str, name: str, value: Any, spec: DomainSpec) -> int:
     """Tokens of a call: the first dimension of x or topk_ids, from 1 to the capacity."""
     s = value.shape[0] if getattr(value, "ndim", 0) else 0
     if not 1 <= s <= spec.config.tokens:
-        fix = "raise EPConfig.tokens, or split the batch; shorter batches may also be padded with ids of -1"
+        fix = "raise EPConfig.tokens, or split the batch"
         expected = f"1 to {spec.config.tokens} (EPConfig.tokens)"
         raise OpError(message(op, f"{name} has a bad number of tokens", s, expected, fix))
     return s

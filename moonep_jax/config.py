@@ -222,7 +222,9 @@ def _weights(value: Any) -> Weights:
         if not isinstance(name, str) or not name:
             raise _bad("weights", f"leaf name {name!r}", "a non-empty string", fix)
         if not isinstance(leaf, Sequence) or isinstance(leaf, str) or len(leaf) != 2:
-            raise _bad(f"weights[{name!r}]", repr(leaf), "(shape, dtype)", fix)
+            shape = getattr(leaf, "shape", None)
+            given = repr(leaf) if shape is None else f"{type(leaf).__name__} of shape {shape}"
+            raise _bad(f"weights[{name!r}]", given, "(shape of one expert's leaf, dtype)", fix)
         shape, dtype = leaf
         if not isinstance(shape, Sequence) or isinstance(shape, str):
             raise _bad(f"weights[{name!r}]", f"shape {shape!r}", "a tuple of positive ints", fix)

@@ -24,7 +24,10 @@ from moonep_jax.errors import ConfigError, message
 from moonep_jax.spec import DomainSpec, Plan
 
 _log = logging.getLogger("moonep_jax")
-_FIX = "the domain must be closed; look for a write into its memory, a failing device or link, or report a bug"
+_FIX = (
+    "close the domain; look for a plan that is used with other ids, for a write into its memory, a failing device or "
+    "link, or report a bug"
+)
 
 Array = jax.Array
 # One program where ops run without jit. Inlined into a traced one: a function lowered once would repeat its sites.
@@ -279,7 +282,7 @@ def _send(spec: DomainSpec, p: Plan, x: Array, checksums: Array) -> Array:
     route = [p.dst_rank, p.dst_row, p.src, p.primary, p.next, p.ticket]
     operands = checks.cast_together(spec, [*route, x, checksums])
     results = [((p.rows, x.shape[1]), x.dtype), ((p.rows,), np.float32)]
-    return primitives.call("dispatch", operands, results, domain=spec.id)[1]
+    return primitives.call("dispatch", operands, results, spec=spec)[1]
 
 
 def _rows(spec: DomainSpec, op: str, p: Plan, x: Array, rows: Array, sent: Array, got: Array, zero: Array) -> Array:
@@ -339,7 +342,7 @@ def _sums(spec: DomainSpec, op: str, p: Plan, bad: Array, back: Array) -> Array:
 @_compiled
 def combine(spec: DomainSpec, p: Plan, operands: Sequence[Array], y: Array) -> Array:
     """The sums y; `operands` are those of the call."""
-    (again,) = primitives.call("combine", operands, [(y.shape, y.dtype)], domain=spec.id)
+    (again,) = primitives.call("combine", operands, [(y.shape, y.dtype)], spec=spec)
     failed = _sums(spec, "combine", p, _differ(y, again), jnp.zeros(p.dst_rank.shape, bool))
     return _gate(failed, [y])[0]
 
@@ -351,7 +354,7 @@ def dispatch_grad(spec: DomainSpec, p: Plan, operands: Sequence[Array], dx: Arra
     checksums = _as_weight(_join(_bits(operands[-1])[:, 0], _rank(spec), row))
     again = checks.cast_together(spec, [*operands[:-1], checksums])
     results = [(dx.shape, dx.dtype), (dw.shape, np.float32)]
-    other, said = primitives.call("dispatch_grad", again, results, domain=spec.id)
+    other, said = primitives.call("dispatch_grad", again, results, spec=spec)
     got = _as_weight(_join(jax.lax.bitcast_convert_type(dw, np.uint32), p.dst_rank, p.dst_row))
     routed = p.dst_rank >= 0
     back = jnp.where(routed, _bits(said) != _bits(got), _bits(dw) != 0)
@@ -368,7 +371,7 @@ def prefetch(spec: DomainSpec, p: Plan, leaves: Sequence[Array], full: Sequence[
     epn = spec.experts_per_rank
     own = jnp.stack([_checksum(leaf[:epn]) for leaf in leaves], axis=1)
     operands = checks.cast_together(spec, [p.slot_expert, p.ticket, own])
-    (said,) = primitives.call("prefetch", operands, [((2 * epn, own.shape[1]), np.uint32)], domain=spec.id)
+    (said,) = primitives.call("prefetch", operands, [((2 * epn, own.shape[1]), np.uint32)], spec=spec)
     got = jnp.stack([_checksum(leaf) for leaf in full], axis=1)
     experts = _experts(spec, p)
     wrong = _differ(got, jnp.concatenate([own, said[epn:]])) & (experts >= 0)

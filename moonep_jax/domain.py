@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -65,6 +67,7 @@ class Domain:
         self._describe = describe
         self._parts = parts
         self._closed = False
+        self._pid = os.getpid()
         self._last_error: str | None = None
         # Without a reference to the domain, which may be dropped while the thread runs.
         self._watcher = Watcher(f"domain {spec.id}", functools.partial(native.error, spec.id))
@@ -76,9 +79,10 @@ class Domain:
 
         Args:
           topk_ids: [s, K] int32, 1 <= s <= S, the same s on all ranks. Ids outside [0, E) are not routed.
-          channel: static; a number of its own for each MoE layer outside a scan and each independent micro-batch.
+          channel: static; 0 is right, except where one jitted or checkpointed function is applied several times and the
+            uses do not depend on each other through data (independent micro-batches, say): a number for each of them.
 
-        Returns: Plan.
+        Returns: Plan. Its arrays have the name "moonep_plan" for `jax.checkpoint` policies.
         """
         self._open("plan")
         return ops.plan(self.spec, topk_ids, channel)
@@ -148,7 +152,7 @@ class Domain:
 
         Args:
           x: [s, H] in the config's dtype.
-          router_logits: [s, E] float; ties go to the lowest expert.
+          router_logits: [s, E] float; ties go to the lowest expert. Padded tokens may have any finite ones.
           params: {"gate": [epn, H, F], "up": [epn, H, F], "down": [epn, F, H]}, declared in EPConfig.weights.
           activation: of the gate.
           channel: as in `plan`.
@@ -218,12 +222,12 @@ class Domain:
 
         Calls in flight fail with "domain closed". With the domain in error nothing waits for other processes, except
         for a few seconds until they have read why. Never called by the interpreter: a domain that is not closed is
-        freed with the process.
+        freed with the process. In a forked child it does nothing, and every op raises: the domain is the parent's.
         """
         self._close(together=True)
 
     def _close(self, together: bool) -> None:
-        if self._closed:
+        if self._closed or os.getpid() != self._pid:
             return
         self._closed = True
         self._last_error = self._native.error(self.spec.id)
@@ -262,9 +266,9 @@ class Domain:
         # An exception may be this process's alone: the others may never come, and must not wait for it either.
         self._close(together=error is None)
 
-    def __del__(self) -> None:
-        # Closing is collective, and the garbage collector is not: only say so.
-        if not getattr(self, "_closed", True):
+    def __del__(self, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Closing is collective, and the garbage collector is not: only say so. (At exit modules may be gone.)
+        if not _finalizing() and not getattr(self, "_closed", True):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=2)
 
     def __eq__(self, other: object) -> bool:
@@ -278,6 +282,9 @@ class Domain:
         return f"<moonep_jax.Domain {self.spec.id}: {len(t.groups)} group(s) of {t.ranks} rank(s) over {t.axes}>"
 
     def _open(self, op: str) -> None:
+        if os.getpid() != self._pid:
+            fix = "use it in the process that called setup; start others by spawn, not by fork"
+            raise DomainError(message(op, "the domain is another process's", f"process {os.getpid()}", self._pid, fix))
         if self._closed:
             fix = "call close() after the last use, or set up a new domain"
             raise DomainError(message(op, "the domain is closed", repr(self), "an open domain", fix))

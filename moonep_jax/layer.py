@@ -60,6 +60,21 @@ def _warn_slow() -> None:
     )
 
 
+def _check_declared(spec: DomainSpec) -> None:
+    """The leaves' shapes follow from the config: params are held against what it declares by prefetch."""
+    declared, h = spec.config.weights, spec.config.hidden
+    shapes = {name: leaf.shape for name, leaf in declared.items() if name in ("gate", "up", "down")}
+    f = shapes.get("gate", (0, 0))[-1]
+    want = {"gate": (h, f), "up": (h, f), "down": (f, h)}
+    if shapes != want:
+        fix = (
+            'declare weights={"gate": ((H, F), dtype), "up": ((H, F), dtype), "down": ((F, H), dtype)}, H hidden, F any'
+        )
+        got = ", ".join(f"{name} {shape}" for name, shape in shapes.items()) or f"leaves {list(declared)}"
+        expected = f"gate ({h}, F), up ({h}, F), down (F, {h})"
+        raise OpError(message("moe", "EPConfig.weights declare another layer", got, expected, fix))
+
+
 def moe(
     spec: DomainSpec,
     x: Any,
@@ -72,6 +87,9 @@ def moe(
     """See Domain.moe."""
     checks.axes_bound("moe", spec)
     s = checks.tokens("moe", "x", x, spec)
+    x = checks.array(
+        "moe", "x", x, (s, spec.config.hidden), spec.config.dtype, "pass this rank's tokens, a row for each"
+    )
     if getattr(router_logits, "shape", None) != (s, spec.config.experts):
         fix = "pass one logit per token and expert"
         got = getattr(router_logits, "shape", type(router_logits).__name__)
@@ -80,6 +98,7 @@ def moe(
         got = sorted(map(str, params)) if isinstance(params, Mapping) else type(params).__name__
         fix = "pass this rank's expert weights under these names"
         raise OpError(message("moe", "bad params", got, "a dict of gate, up and down", fix))
+    _check_declared(spec)
     top, ids = jax.lax.top_k(router_logits.astype(np.float32), spec.config.topk)
     d = ops.dispatch(spec, x, ids.astype(np.int32), jax.nn.softmax(top, axis=-1), channel=channel)
     w = ops.prefetch(spec, d.plan, params)

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 
 from moonep_jax import checks, debug, primitives
 from moonep_jax.errors import OpError, message
@@ -33,9 +34,10 @@ def plan(spec: DomainSpec, topk_ids: Any, channel: int = 0) -> Plan:
     shapes = [(s, k), (s, k), (n,), (n,), (n,), (2 * epn,), (2 * epn,), (ranks, epn), (ranks,), (ranks,), (1,)]
     results = [(shape, np.int32) for shape in shapes]
     captured = spec.config.capture_plan and spec.topology.platform == "gpu"
-    arrays = primitives.call("plan", [topk_ids], results, domain=spec.id, channel=channel, captured=captured)
+    arrays = primitives.call("plan", [topk_ids], results, spec=spec, channel=channel, captured=captured)
     p = Plan(**dict(zip(PLAN_ARRAYS, arrays, strict=True)), domain=spec.id)
-    return debug.plan(spec, topk_ids, p) if spec.debug else p
+    p = debug.plan(spec, topk_ids, p) if spec.debug else p
+    return jax.tree.map(lambda a: checkpoint_name(a, "moonep_plan"), p)
 
 
 def _route(p: Plan) -> list[jax.Array]:
@@ -49,7 +51,7 @@ def _route(p: Plan) -> list[jax.Array]:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dispatch(spec: DomainSpec, p: Plan, x: jax.Array, topk_weights: jax.Array) -> Any:
     results = [((p.rows, x.shape[1]), x.dtype), ((p.rows,), np.float32)]
-    return primitives.call("dispatch", [*_route(p), x, topk_weights], results, domain=spec.id)
+    return primitives.call("dispatch", [*_route(p), x, topk_weights], results, spec=spec)
 
 
 def _dispatch_fwd(spec: DomainSpec, p: Plan, x: jax.Array, topk_weights: jax.Array) -> tuple[list[jax.Array], Plan]:
@@ -60,7 +62,7 @@ def _dispatch_bwd(spec: DomainSpec, p: Plan, cotangents: list[jax.Array]) -> tup
     ct_hidden, ct_weights = cotangents
     operands = [p.dst_rank, p.src, p.primary, p.next, p.ticket, ct_hidden, ct_weights]
     results = [((p.tokens, ct_hidden.shape[1]), ct_hidden.dtype), (p.dst_rank.shape, np.float32)]
-    dx, dtopk_weights = primitives.call("dispatch_grad", operands, results, domain=spec.id)
+    dx, dtopk_weights = primitives.call("dispatch_grad", operands, results, spec=spec)
     if spec.debug:
         dx, dtopk_weights = debug.dispatch_grad(spec, p, operands, dx, dtopk_weights)
     return None, dx, dtopk_weights
@@ -103,7 +105,7 @@ def dispatch(
 def _combine(spec: DomainSpec, p: Plan, out: jax.Array, weights: jax.Array | None) -> jax.Array:
     scale = jnp.ones_like(p.src, np.float32) if weights is None else weights
     operands = [p.dst_rank, p.src, p.primary, p.next, p.ticket, out, scale]
-    (y,) = primitives.call("combine", operands, [((p.tokens, out.shape[1]), out.dtype)], domain=spec.id)
+    (y,) = primitives.call("combine", operands, [((p.tokens, out.shape[1]), out.dtype)], spec=spec)
     return debug.combine(spec, p, operands, y) if spec.debug else y
 
 
@@ -114,7 +116,7 @@ def _combine_fwd(spec: DomainSpec, p: Plan, out: jax.Array, weights: jax.Array |
 
 def _combine_bwd(spec: DomainSpec, residuals: Any, dy: jax.Array) -> tuple[None, jax.Array, jax.Array | None]:
     p, weighted = residuals
-    (rows,) = primitives.call("combine_grad", [*_route(p), dy], [((p.rows, dy.shape[1]), dy.dtype)], domain=spec.id)
+    (rows,) = primitives.call("combine_grad", [*_route(p), dy], [((p.rows, dy.shape[1]), dy.dtype)], spec=spec)
     if spec.debug:
         rows = debug.combine_grad(spec, p, dy, rows)
     if weighted is None:
@@ -150,7 +152,7 @@ def combine(spec: DomainSpec, p: Plan, out: Any, weights: Any = None) -> jax.Arr
 def _leaf_calls(spec: DomainSpec, kind: str, p: Plan, leaves: list[jax.Array], out_rows: list[int]) -> list[jax.Array]:
     results = [((rows, *leaf.shape[1:]), leaf.dtype) for leaf, rows in zip(leaves, out_rows, strict=True)]
     aliases = [(i + 2, i) for i, (leaf, rows) in enumerate(zip(leaves, out_rows, strict=True)) if leaf.shape[0] == rows]
-    return primitives.call(kind, [p.slot_expert, p.ticket, *leaves], results, domain=spec.id, aliases=aliases)
+    return primitives.call(kind, [p.slot_expert, p.ticket, *leaves], results, spec=spec, aliases=aliases)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -190,14 +192,14 @@ def prefetch(spec: DomainSpec, p: Plan, weights: Mapping[str, Any]) -> dict[str,
     declared = spec.config.weights
     if not isinstance(weights, Mapping) or not weights or (set(weights) - set(declared)):
         got = sorted(map(str, weights)) if isinstance(weights, Mapping) else type(weights).__name__
-        fix = "name the leaves as in EPConfig.weights"
+        fix = "name the leaves as in EPConfig.weights, which is where they are declared, or declare these"
         raise OpError(message("prefetch", "unknown weights", got, f"a dict of leaves out of {list(declared)}", fix))
     epn = spec.experts_per_rank
     leaves = {}
     for name in sorted(weights):
         leaf = weights[name]
         full = getattr(leaf, "ndim", 0) > 0 and leaf.shape[0] == 2 * epn
-        fix = f"pass this rank's experts, [{epn}, ...], or [{2 * epn}, ...] to be filled in place"
+        fix = f"pass what EPConfig.weights says of this rank's experts, [{epn}, ...], or [{2 * epn}, ...] to be filled"
         shape = (2 * epn if full else epn, *declared[name].shape)
         leaves[name] = checks.array("prefetch", f"weights[{name!r}]", leaf, shape, declared[name].dtype, fix)
     p, leaves = checks.cast_together(spec, (p, leaves))

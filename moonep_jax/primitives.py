@@ -17,6 +17,7 @@ from jax.extend.core import Primitive
 
 from moonep_jax import _compat, env, native
 from moonep_jax.errors import OpError, message
+from moonep_jax.spec import DomainSpec
 
 # Kind numbers are those of xla_ffi/common/operands.h, targets those of the two module.cc.
 _KINDS = {
@@ -38,15 +39,18 @@ def _lower(
     ctx: Any,
     *operands: Any,
     platform: str,
-    kind: int,
-    target: str,
+    name: str,
     domain: int,
+    axes: tuple[str, ...],
+    groups: tuple[tuple[int, ...], ...],
     channel: int,
     captured: bool,
     results: Any,
     aliases: tuple[tuple[int, int], ...],
 ) -> Any:
     del results  # the avals of ctx say the same
+    _check_mesh(name, _compat.lowering_mesh(ctx), axes, groups)
+    kind, target = _KINDS[name]
     rule = jax.ffi.ffi_lowering(f"{target}_captured" if captured else target, operand_output_aliases=dict(aliases))
     site = np.int64(_compat.new_site(ctx))
     attributes = {"domain": np.int64(domain), "kind": np.int64(kind), "channel": np.int64(channel), "site": site}
@@ -55,6 +59,25 @@ def _lower(
     if platform == "cuda" and env.read().collective_stream and _compat.has_collective_stream():
         return _compat.lower_on_collective_stream(ctx, target, rule, operands)
     return rule(ctx, *operands)
+
+
+def _check_mesh(
+    name: str, mesh: jax.sharding.Mesh | None, axes: tuple[str, ...], groups: tuple[tuple[int, ...], ...]
+) -> None:
+    """The program's EP groups must be the domain's, device by device: a rank is a device here, and a place there."""
+    # Without devices (an abstract mesh), or inside another shard_map, there is nothing to compare.
+    if mesh is None or any(a not in mesh.axis_names for a in axes):
+        return
+    names = list(mesh.axis_names)
+    order = [names.index(a) for a in (*(a for a in names if a not in axes), *axes)]
+    ids = np.vectorize(lambda d: d.id, otypes=[np.int64])(mesh.devices)
+    for ranks in ids.transpose(order).reshape(-1, len(groups[0])).tolist():
+        if tuple(ranks) not in groups:
+            fix = "run the op on the mesh given to setup, with its devices in the same order"
+            expected = f"one of {[list(g) for g in groups]}"
+            raise OpError(
+                message(name, "an EP group of the mesh is not one of setup's", f"devices {ranks}", expected, fix)
+            )
 
 
 def _refuse_vmap(name: str, *_: Any, **__: Any) -> NoReturn:
@@ -76,12 +99,11 @@ def _refuse_jvp(name: str, *_: Any, **__: Any) -> NoReturn:
 
 
 def _define(name: str) -> Primitive:
-    kind, target = _KINDS[name]
     primitive = Primitive(f"moonep_{name}")
     primitive.multiple_results = True
     primitive.def_abstract_eval(_abstract)
     for platform in native.LOWERING_PLATFORMS.values():
-        rule = functools.partial(_lower, platform=platform, kind=kind, target=target)
+        rule = functools.partial(_lower, platform=platform, name=name)
         _compat.register_lowering(primitive, rule, platform)
     _compat.refuse_transforms(primitive, functools.partial(_refuse_vmap, name), functools.partial(_refuse_jvp, name))
     return primitive
@@ -95,7 +117,7 @@ def call(
     operands: Sequence[jax.Array],
     results: Sequence[tuple[tuple[int, ...], Any]],
     *,
-    domain: int,
+    spec: DomainSpec,
     channel: int = 0,
     captured: bool = False,
     aliases: Sequence[tuple[int, int]] = (),
@@ -107,7 +129,9 @@ def call(
     """
     return _PRIMITIVES[name].bind(
         *operands,
-        domain=domain,
+        domain=spec.id,
+        axes=spec.topology.axes,
+        groups=spec.topology.device_ids,
         channel=channel,
         captured=captured,
         results=tuple((tuple(shape), np.dtype(dtype)) for shape, dtype in results),

@@ -91,6 +91,11 @@ class Topology:
         """Process indices that own a device of the mesh, ascending."""
         return tuple(sorted({p for g in self.groups for p in g.processes}))
 
+    @functools.cached_property
+    def device_ids(self) -> tuple[tuple[int, ...], ...]:
+        """Global device ids of every group, by rank."""
+        return tuple(tuple(m.device_id for m in g.devices) for g in self.groups)
+
     def local(self, process_index: int) -> list[tuple[Group, Member]]:
         """The members that a process owns, by group and rank."""
         return [(g, m) for g in self.groups for m in g.devices if m.process_index == process_index]

@@ -90,6 +90,13 @@ def test_bad_weights(weights: object) -> None:
         make(weights=weights)
 
 
+def test_arrays_as_weights_are_not_printed() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^EPConfig: bad weights\['up'\]; got ndarray of shape \(8, 4\), expected \(sh"
+    ):
+        make(weights={"up": np.zeros((8, 4), np.float32)})
+
+
 def test_experts_per_rank() -> None:
     assert make().experts_per_rank(4) == 2
     assert make().experts_per_rank(1) == 8

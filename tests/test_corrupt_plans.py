@@ -128,7 +128,7 @@ def test_a_plan_for_other_tokens(ep: moonep.Domain) -> None:
         results = [((p.rows, 2 * SHAPE.H), np.float32), ((p.rows,), np.float32)]
         ones = jnp.ones((SHAPE.s, SHAPE.K), jnp.float32)
         ones = jax.lax.pcast(ones, "ep", to="varying")
-        return primitives.call("dispatch", [*route, wide, ones], results, domain=ep.spec.id)[0]
+        return primitives.call("dispatch", [*route, wide, ones], results, spec=ep.spec)[0]
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"dispatch: .*; got .*, expected "):
         run(ep, body)

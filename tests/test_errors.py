@@ -134,7 +134,13 @@ OPERANDS: list[tuple[str, Callable[[moonep.Domain], Any], tuple[str, ...]]] = [
     ("moe", lambda ep: ep.moe(zeros(S, H), None, {}), ("router_logits", "NoneType")),
     ("moe", lambda ep: ep.moe(zeros(S, H), zeros(S, E), {"gate": 1, "up": 2}), ("params", "['gate', 'up']", "down")),
     ("moe", lambda ep: ep.moe(zeros(S, H), zeros(S, E), [1]), ("params", "list")),  # pyright: ignore
-    ("prefetch", lambda ep: ep.moe(zeros(S, H), zeros(S, E), dict.fromkeys(("gate", "up", "down"), 0)), ("'down'",)),
+    (
+        "moe",
+        lambda ep: ep.moe(zeros(S, H), zeros(S, E), dict.fromkeys(("gate", "up", "down"), 0)),
+        ("declare another layer", "leaves ['ids', 'small', 'w']", "gate (8, F)", 'declare weights={"gate": ((H, F)'),
+    ),
+    ("moe", lambda ep: ep.moe(zeros(2, S, H), zeros(S, E), {}), ("x does not fit", "[2, 6, 8]", "[2, 8]")),
+    ("moe", lambda ep: ep.moe(zeros(S, H, dtype=I32), zeros(S, E), {}), ("x does not fit", "int32", "float32")),
 ]
 
 
@@ -143,6 +149,17 @@ def test_operands(ep: moonep.Domain, case: int) -> None:
     op, call, parts = OPERANDS[case]
     with refused(op, *parts):
         inside(lambda: call(ep))
+
+
+@pytest.mark.parametrize("name", ["gate", "up", "down"])
+def test_a_layer_declared_the_other_way_round(make_domain: Any, name: str) -> None:
+    shapes = {"gate": (H, 6), "up": (H, 6), "down": (6, H)}
+    shapes[name] = shapes[name][::-1]
+    weights = {n: (shape, "float32") for n, shape in shapes.items()}
+    ep = make_domain(R, tokens=S, hidden=H, topk=K, experts=E, dtype="float32", weights=weights)
+    leaves = {n: zeros(E // R, *shape) for n, shape in shapes.items()}
+    with refused("moe", "declare another layer", f"{name} {shapes[name]}"):
+        inside(lambda: ep.moe(zeros(S, H), zeros(S, E), leaves))
 
 
 @pytest.mark.parametrize("channel", [-1, 2**31, 1.0, True, None, "0", np.zeros(1, np.int32)], ids=str)

@@ -70,6 +70,24 @@ def test_bfloat16(make_domain: Any) -> None:
     dense.close(y, expected(a, logits), tolerance=2e-2)
 
 
+@pytest.mark.parametrize("saved", [False, True])
+def test_remat_can_keep_plans(make_domain: Any, saved: bool) -> None:
+    """By default a checkpointed layer plans again in its backward pass; plans can be saved by their name."""
+    policy = jax.checkpoint_policies.save_only_these_names("moonep_plan") if saved else None
+    ep = make_domain(R, **dense.config())
+    a = dense.inputs(R * dense.TOKENS)
+
+    def loss(params: Any, x: Any, router: Any) -> Any:
+        layer = jax.checkpoint(lambda x, params: ep.moe(x, x @ router, params), policy=policy)
+        return jax.lax.psum((layer(x, params) ** 2).sum(), "ep")
+
+    specs = (P("ep"), P("ep"), P())
+    mesh = make_mesh((R,), ("ep",))
+    f = jax.shard_map(loss, mesh=mesh, in_specs=specs, out_specs=P())
+    jax.block_until_ready(jax.jit(jax.grad(f))(a["params"], a["x"], a["router"]))
+    assert ep.stats()["calls"]["plan"] == R * (1 if saved else 2)
+
+
 def test_logits_of_half_precision(make_domain: Any) -> None:
     """Top-k and softmax run in float32 whatever the logits' dtype; equal logits go to the lowest expert."""
     ep = make_domain(R, **dense.config())

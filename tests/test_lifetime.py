@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import itertools
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -158,6 +160,50 @@ def test_a_domain_that_is_not_closed_warns() -> None:
     again = moonep.Domain.__new__(moonep.Domain)  # close what the test dropped
     again.__dict__.update(held)
     again.close()
+
+
+HEAD = """
+import os
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+import jax, numpy as np
+import moonep_jax as moonep
+mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ep",))
+ep = moonep.setup(mesh, "ep", moonep.EPConfig(tokens=4, hidden=8, topk=2, experts=4, dtype="float32"))
+plan = jax.jit(jax.shard_map(ep.plan, mesh=mesh, in_specs=jax.P("ep"), out_specs=jax.P("ep")))
+ids = np.zeros((8, 2), np.int32)
+"""
+
+
+def script(body: str) -> str:
+    """Runs a program to its end, which is a good one; what it wrote to stderr."""
+    command = [sys.executable, "-c", HEAD + body]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def test_a_domain_left_open_at_exit_is_silent() -> None:
+    assert script("jax.block_until_ready(plan(ids))") == ""
+
+
+@pytest.mark.filterwarnings("ignore:os.fork")
+def test_a_forked_child_is_told_and_the_parent_goes_on() -> None:
+    script("""
+pid = os.fork()
+if pid == 0:
+    texts = []
+    for use in (lambda: ep.plan(ids), ep.check, ep.stats):
+        try:
+            use()
+        except moonep.DomainError as e:
+            texts.append(str(e))
+    ep.close()
+    right = len(texts) == 3 and all("the domain is another process's; got process" in t for t in texts)
+    os._exit(0 if right else 7)
+assert os.waitpid(pid, 0)[1] == 0
+jax.block_until_ready(plan(ids))
+ep.close()
+""")
 
 
 def test_a_closed_domain_does_not_warn(recwarn: pytest.WarningsRecorder) -> None:

@@ -53,8 +53,8 @@ def test_only_a_plan_on_gpus_may_be_captured(ep: moonep.Domain, platform: str, c
 def test_full_leaves_are_filled_where_they_are(ep: moonep.Domain) -> None:
     """[2*epn] leaves are donated to prefetch: the result is in their memory, on every rank."""
     step = jax.jit(on_ranks(lambda ids, w: ep.prefetch(ep.plan(ids), {"w": w})["w"]), donate_argnums=1)
-    mesh = make_mesh((R,), ("ep",))
-    leaves = jax.device_put(np.ones((2 * E, LEAF), np.float32), jax.sharding.NamedSharding(mesh, EP))
+    sharding = jax.sharding.NamedSharding(make_mesh((R,), ("ep",)), EP)
+    leaves = jax.jit(lambda: jnp.ones((2 * E, LEAF)), out_shardings=sharding)()  # memory of the host cannot be donated
     before = [s.data.unsafe_buffer_pointer() for s in leaves.addressable_shards]
     full = jax.block_until_ready(step(IDS, leaves))
     assert [s.data.unsafe_buffer_pointer() for s in full.addressable_shards] == before
@@ -65,6 +65,66 @@ def test_own_leaves_stay(ep: moonep.Domain) -> None:
     assert "output_operand_alias" not in lowered(
         lambda ids, w: ep.prefetch(ep.plan(ids), {"w": w})["w"], IDS, jnp.ones((E, LEAF))
     )
+
+
+# -- the mesh of the program -------------------------------------------------------------------------------------------
+
+
+def a_mesh(ids: list[Any], names: tuple[str, ...], abstract: bool = False) -> Any:
+    devices = np.array([jax.devices()[i] for i in np.ravel(ids)]).reshape(np.shape(ids))
+    mesh = jax.sharding.Mesh(devices, names)
+    return mesh.abstract_mesh if abstract else mesh
+
+
+def step_on(ep: moonep.Domain, mesh: Any, axes: Any) -> None:
+    """Traces and lowers a layer's forward and backward pass on a mesh."""
+
+    def body(x: Any, ids: Any) -> Any:
+        d = ep.dispatch(x, ids)
+        return ep.combine(d.plan, d.hidden)
+
+    f = jax.shard_map(body, mesh=mesh, in_specs=P(axes), out_specs=P(axes))
+    n = S * mesh.size
+    ids = np.zeros((n, K), np.int32)
+    jax.jit(jax.grad(lambda x: f(x, ids).sum())).trace(np.ones((n, H), np.float32)).lower()
+
+
+@pytest.mark.parametrize(
+    ("ids", "names"),
+    [
+        ([1, 0], ("ep",)),  # other ranks
+        ([2, 3], ("ep",)),  # other devices
+        ([[0, 2], [1, 3]], ("data", "ep")),  # other groups
+        ([[0, 1], [3, 2]], ("data", "ep")),  # one of them in another order
+        ([[0, 1], [2, 3]], ("ep", "data")),
+    ],
+)
+def test_another_mesh_is_an_error(make_domain: Any, ids: list[Any], names: tuple[str, ...]) -> None:
+    given = a_mesh([[0, 1], [2, 3]], ("data", "ep")) if len(names) > 1 else a_mesh([0, 1], ("ep",))
+    ep = make_domain(given, tokens=S, hidden=H, topk=K, experts=E, dtype="float32")
+    text = r"^\w+: an EP group of the mesh is not one of setup's; got devices \[.*\], expected one of \[\[0, 1\]"
+    with pytest.raises(moonep.OpError, match=text):
+        step_on(ep, a_mesh(ids, names), names)
+
+
+@pytest.mark.parametrize(
+    ("ids", "names", "abstract"),
+    [
+        ([[0, 1], [2, 3]], ("data", "ep"), False),
+        ([[2, 3], [0, 1]], ("data", "ep"), False),  # groups are equals
+        ([[0, 2], [1, 3]], ("ep", "data"), False),
+        ([[[0], [1]], [[2], [3]]], ("pod", "ep", "model"), False),
+        ([2, 3], ("ep",), False),  # one of the groups
+        ([[2, 3], [0, 1]], ("data", "ep"), True),  # no devices to compare
+    ],
+)
+def test_meshes_of_the_same_groups_are_fine(make_domain: Any, ids: list[Any], names: Any, abstract: bool) -> None:
+    given = a_mesh([[0, 1], [2, 3]], ("data", "ep"))
+    ep = make_domain(given, tokens=S, hidden=H, topk=K, experts=E, dtype="float32")
+    step_on(ep, a_mesh(ids, names, abstract), names)
+
+
+# -- sites -------------------------------------------------------------------------------------------------------------
 
 
 def test_sites_of_programs_with_other_names_differ(ep: moonep.Domain) -> None:

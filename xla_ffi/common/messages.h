@@ -23,6 +23,14 @@ inline std::string Seconds(int64_t ns) {
   return text;
 }
 
+// A peer left; why, its own output says.
+inline std::string ClosedByPeer(const std::string& op, const std::string& missing, const std::string& culprits) {
+  return op + "missing ranks " + missing + ": " + culprits +
+         " has closed the domain; got a call after its close(), or after an exception took it out of the domain's with "
+         "block, expected none; look at what it printed first; close() is collective: call it after the last step on "
+         "every rank";
+}
+
 // An op got a plan that is none: its ticket says so.
 inline std::string PoisonedPlan(const std::string& op, int32_t ticket, const std::string& rank) {
   return op + ": the plan is poisoned; got ticket " + std::to_string(ticket) + " on " + rank +

@@ -317,11 +317,9 @@ void LocalRank::Watch() {
     if (closed.empty()) continue;
     // A call that moves nothing waits for nobody: it may have been logged since, and those ranks done with it.
     if (entry_ < leader().log_head.load()) return;
-    Raise({Failure::kClosed, std::string(KindName(static_cast<int64_t>(key.kind))) + ": missing ranks " + List(closed) +
-                                 ": " + culprits +
-                                 " has closed the domain; got a call after its close(), expected none; close() is "
-                                 "collective: call it after the last step on every rank (" +
-                                 Describe(key) + ", seen by " + view_.labels[static_cast<size_t>(view_.rank)] + ")"});
+    const std::string op = std::string(KindName(static_cast<int64_t>(key.kind))) + ": ";
+    Raise({Failure::kClosed, ClosedByPeer(op, List(closed), culprits) + " (" + Describe(key) + ", seen by " +
+                                 view_.labels[static_cast<size_t>(view_.rank)] + ")"});
     return;
   }
 }

@@ -194,10 +194,7 @@ std::string GpuRank::error() const {
              List(missing) + " of " + group_ + ", expected the same program order on all ranks; " + culprits +
              " differ: run the same compiled program on every rank" + seen;
     case ErrorRecord::kClosed:
-      return op + "missing ranks " + List(missing) + ": " + culprits +
-             " has closed the domain; got a call after its close(), expected none; close() is collective: call it "
-             "after the last step on every rank" +
-             seen;
+      return ClosedByPeer(op, List(missing), culprits) + seen;
     case ErrorRecord::kReported:
       return op + "missing ranks " + List(missing) + ": " + culprits +
              " has found an error outside of the calls; got no more calls from it, expected all " +
