@@ -69,6 +69,7 @@ class Domain:
         self._closed = False
         self._pid = os.getpid()
         self._last_error: str | None = None
+        self._raised = False  # it, to the program
         # Without a reference to the domain, which may be dropped while the thread runs.
         self._watcher = Watcher(f"domain {spec.id}", functools.partial(native.error, spec.id))
 
@@ -182,6 +183,7 @@ class Domain:
         if self._last_error is None:
             self._last_error = self._native.error(self.spec.id)
         if self._last_error is not None:
+            self._raised = True
             raise DomainError(self._last_error)
         self._open("check")
 
@@ -223,8 +225,13 @@ class Domain:
         Calls in flight fail with "domain closed". With the domain in error nothing waits for other processes, except
         for a few seconds until they have read why. Never called by the interpreter: a domain that is not closed is
         freed with the process. In a forked child it does nothing, and every op raises: the domain is the parent's.
+
+        Raises DomainError, once all is freed, when the domain is in error and neither `check` nor `stats` has said so.
         """
         self._close(together=True)
+        if self._last_error is not None and not self._raised:
+            self._raised = True
+            raise DomainError(self._last_error)
 
     def _close(self, together: bool) -> None:
         if self._closed or os.getpid() != self._pid:
@@ -263,8 +270,11 @@ class Domain:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # An exception may be this process's alone: the others may never come, and must not wait for it either.
-        self._close(together=error is None)
+        if error is None:
+            self.close()
+        else:
+            # It may be this process's alone: the others may never come, and must not wait for it either.
+            self._close(together=False)
 
     def __del__(self, _finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
         # Closing is collective, and the garbage collector is not: only say so. (At exit modules may be gone.)

@@ -1,7 +1,7 @@
 """Memory handles on the wire: the record that tells a peer how to import a chunk, its checks, and the choice of kind.
 
 Kinds: "fd" (a file descriptor, one host) and "fabric" (64 bytes, hosts of one NVLink/IMEX domain). Nothing here opens,
-imports or maps anything. Imports NumPy and errors only.
+imports or maps anything. Imports errors only.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import hashlib
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
-
-import numpy as np
+from typing import Final, Literal, NamedTuple
 
 from moonep_jax.errors import SetupError, message
 
@@ -126,25 +124,6 @@ def decode(
     if not any(fabric):
         raise bad(f"rank {rank}'s fabric handle is empty", "zeros", f"{FABRIC_BYTES} bytes from the driver")
     return HandleRecord(kind, digest, group, rank, nbytes, pid, uid, fabric=fabric)
-
-
-def check_table(kind: Kind, handles: Any, ranks: int) -> None:
-    """Checks a group's handle table before it is used: host memory, C-contiguous, one row per rank.
-
-    fabric: uint8 [ranks, 64]; fd: int64 [ranks]. Raises SetupError.
-    """
-    dtype, row = (np.uint8, (FABRIC_BYTES,)) if kind == "fabric" else (np.int64, ())
-    if not isinstance(handles, np.ndarray):
-        raise _bad(f"{kind} handles outside host memory", type(handles).__name__, "a numpy array")
-    if handles.dtype != dtype:
-        raise _bad(f"{kind} handles of wrong dtype", handles.dtype, np.dtype(dtype))
-    if handles.ndim != 1 + len(row) or handles.shape[1:] != row:
-        raise _bad(f"{kind} handles of wrong shape", list(handles.shape), [ranks, *row])
-    if handles.shape[0] != ranks:
-        wrong = f"the number of {kind} handles is not the group's size"
-        raise _bad(wrong, f"{handles.shape[0]} handles", f"{ranks} (one per rank)")
-    if not handles.flags.c_contiguous:
-        raise _bad(f"{kind} handles are not contiguous", f"strides {handles.strides}", "a C-contiguous array")
 
 
 class Capability(NamedTuple):

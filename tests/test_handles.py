@@ -1,4 +1,4 @@
-"""Handle records, handle tables and the choice of the handle kind: every check has its own error."""
+"""Handle records and the choice of the handle kind: every check has its own error."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import dataclasses
 import struct
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from moonep_jax import handles
 from moonep_jax.errors import SetupError
-from moonep_jax.handles import Capability, HandleRecord, check_table, choose_kind, decode, namespace_digest
+from moonep_jax.handles import Capability, HandleRecord, choose_kind, decode, namespace_digest
 
 NAMESPACE = "moonep/abc/0"
 FD = HandleRecord("fd", namespace_digest(NAMESPACE), 1, 2, 4096, 77, 1000, 5, "moonep-x")
@@ -99,33 +97,6 @@ def test_encode_refuses_what_does_not_fit() -> None:
     for record in (dataclasses.replace(FD, socket_name="s" * 108), dataclasses.replace(FABRIC, fabric=b"short")):
         with pytest.raises(SetupError, match="wrong size"):
             record.encode()
-
-
-def test_table_accepts() -> None:
-    for ranks in (1, 72, 128):
-        check_table("fabric", np.zeros((ranks, 64), np.uint8), ranks)
-        check_table("fd", np.zeros(ranks, np.int64), ranks)
-
-
-@pytest.mark.parametrize(
-    ("kind", "table", "text"),
-    [
-        ("fd", [1, 2, 3, 4], "outside host memory; got list"),
-        ("fd", jnp.zeros(4, jnp.int32), "outside host memory"),
-        ("fd", np.zeros(4, np.int32), "wrong dtype; got int32, expected int64"),
-        ("fd", np.zeros((4, 1), np.int64), r"wrong shape; got \[4, 1\], expected \[4\]"),
-        ("fd", np.zeros(3, np.int64), r"not the group's size; got 3 handles, expected 4"),
-        ("fd", np.zeros(8, np.int64)[::2], "not contiguous"),
-        ("fabric", np.zeros((4, 64), np.int8), "wrong dtype; got int8, expected uint8"),
-        ("fabric", np.zeros((4, 63), np.uint8), r"wrong shape; got \[4, 63\], expected \[4, 64\]"),
-        ("fabric", np.zeros(256, np.uint8), r"wrong shape; got \[256\]"),
-        ("fabric", np.zeros((5, 64), np.uint8), r"got 5 handles, expected 4 \(one per rank\)"),
-        ("fabric", np.zeros((64, 4), np.uint8).T, "not contiguous"),
-    ],
-)
-def test_table_checks(kind: Any, table: Any, text: str) -> None:
-    with pytest.raises(SetupError, match=text):
-        check_table(kind, table, 4)
 
 
 def ranks(*spec: tuple[str, bool, bool]) -> list[Capability]:

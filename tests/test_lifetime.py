@@ -19,6 +19,7 @@ from steps import call, check_step, per_rank, whole_step
 from test_errors import inside, refused, zeros
 
 import moonep_jax as moonep
+from moonep_jax import native
 
 BASE: dict[str, Any] = {"tokens": 4, "hidden": 8, "topk": 2, "experts": 4, "dtype": "float32"}
 
@@ -162,6 +163,34 @@ def test_a_domain_that_is_not_closed_warns() -> None:
     again.close()
 
 
+def in_error() -> moonep.Domain:
+    """A domain whose error no call has raised."""
+    ep = moonep.setup(make_mesh((2,), ("ep",)), "ep", config())
+    native.module("cpu").fail(ep.spec.id, "dispatch: wrong on purpose")
+    return ep
+
+
+def test_close_raises_an_error_that_nothing_has_raised() -> None:
+    ep = in_error()
+    with pytest.raises(moonep.DomainError, match=r"^dispatch: wrong on purpose$"):
+        ep.close()
+    assert ep._closed
+    ep.close()  # once
+    with pytest.raises(moonep.DomainError, match=r"^dispatch: wrong on purpose$"), in_error():
+        pass
+
+
+@pytest.mark.parametrize("use", ["check", "stats"])
+def test_close_does_not_repeat_an_error(use: str) -> None:
+    with in_error() as ep, pytest.raises(moonep.DomainError):
+        getattr(ep, use)()
+
+
+def test_an_exception_in_the_context_comes_first() -> None:
+    with pytest.raises(ValueError, match="mine"), in_error():
+        raise ValueError("mine")
+
+
 HEAD = """
 import os
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
@@ -180,6 +209,17 @@ def script(body: str) -> str:
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
+
+
+def test_an_import_after_jax_has_made_its_devices() -> None:
+    first = (
+        'import os\nos.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"\nimport jax\njax.devices()\n'
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", first + HEAD + "jax.block_until_ready(plan(ids))\nep.close()"],
+        capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_domain_left_open_at_exit_is_silent() -> None:

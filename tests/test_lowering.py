@@ -61,6 +61,18 @@ def test_full_leaves_are_filled_where_they_are(ep: moonep.Domain) -> None:
     assert "output_operand_alias" in lowered(lambda ids, w: ep.prefetch(ep.plan(ids), {"w": w})["w"], IDS, full)
 
 
+@pytest.mark.parametrize(("rows", "shared"), [(2 * E, 2), (E, 0)])
+def test_gradients_of_full_leaves_are_summed_where_they_are(ep: moonep.Domain, rows: int, shared: int) -> None:
+    """Of prefetch and of reduce_grad."""
+
+    def body(ids: Any, w: Any, ct: Any) -> Any:
+        full, back = jax.vjp(lambda w: ep.prefetch(ep.plan(ids), {"w": w})["w"], w)
+        return full, back(ct)
+
+    text = lowered(body, IDS, jnp.ones((rows, LEAF)), jnp.ones((2 * E, LEAF)))
+    assert text.count("output_operand_alias<") == shared
+
+
 def test_own_leaves_stay(ep: moonep.Domain) -> None:
     assert "output_operand_alias" not in lowered(
         lambda ids, w: ep.prefetch(ep.plan(ids), {"w": w})["w"], IDS, jnp.ones((E, LEAF))

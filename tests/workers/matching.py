@@ -349,4 +349,5 @@ def opposite_order(c: Context, by: str, awaited: bool) -> Any:
         error = error or raised(lambda: jax.block_until_ready(outs))
         bad = [] if error else [text for b in range(2) for text in at.wrong(outs[b], b, 0, b)]
         c.barrier()
-        return {"error": error, "wrong": bad}
+        check = raised(at.ep.check)  # which close() need not say again
+        return {"error": error, "wrong": bad, "check": check}
