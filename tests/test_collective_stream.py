@@ -40,8 +40,8 @@ def outlined_on_cpu(stream_on: None) -> Iterator[None]:
     """CPU programs are lowered as those for GPUs: XLA:CPU ignores the annotation and runs the functions."""
 
     def register(platform: str) -> None:
-        for name, (kind, target) in primitives._KINDS.items():
-            rule = functools.partial(primitives._lower, platform=platform, kind=kind, target=target)
+        for name in primitives._KINDS:
+            rule = functools.partial(primitives._lower, platform=platform, name=name)
             _compat.register_lowering(primitives._PRIMITIVES[name], rule, "cpu")
 
     register("cuda")
