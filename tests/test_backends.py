@@ -9,6 +9,7 @@ import pytest
 
 import moonep_jax as moonep
 from moonep_jax import backends, env, native
+from moonep_jax.topology import Member
 
 
 def config(**fields: Any) -> moonep.EPConfig:
@@ -31,6 +32,13 @@ def gpu_backend() -> backends.GpuBackend:
 )
 def test_sms_of_a_gpu(fields: dict[str, int], options: tuple[int, int]) -> None:
     assert gpu_backend().options(config(**fields)) == dict(zip(("link_blocks", "local_blocks"), options, strict=True))
+
+
+def test_numbers_of_a_gpu() -> None:
+    """A handler is told a place among the process's devices, and not a global id."""
+    backend = gpu_backend()
+    backend._ordinals = {12: 0, 13: 1}
+    assert [backend.device_number(Member(5, device, 3)) for device in (13, 12)] == [1, 0]
 
 
 @pytest.mark.parametrize(("name", "most"), [("ranks", 3), ("experts", 7), ("topk", 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,85 @@ def test_a_row_that_should_be_zero(make_domain: Any, monkeypatch: Any) -> None:
     assert text.startswith(f"dispatch: rows that hold no token are not zero; got 1 on rank {rank}"), text
 
 
+Arrays = dict[str, Any]
+
+
+def _set(name: str, place: Callable[[Arrays], Any], value: Callable[[Arrays], Any]) -> Callable[[Arrays], None]:
+    def change(a: Arrays) -> None:
+        a[name][place(a)] = value(a)
+
+    return change
+
+
+def _own(a: Arrays, i: int) -> int:
+    """Row of the i-th assignment that stays on its rank, which is 2."""
+    return int(np.flatnonzero(a["src"] // (SHAPE.s * SHAPE.K) == 2)[i])
+
+
+def _held(a: Arrays, i: int) -> int:
+    return int(np.flatnonzero(a["src"] >= 0)[i])
+
+
+def _swap_own_sources(a: Arrays) -> None:
+    rows = [_own(a, 0), _own(a, 1)]
+    a["src"][rows] = a["src"][rows[::-1]]
+
+
+def _not_a_host(a: Arrays) -> int:
+    expert = IDS[2].reshape(SHAPE.s, SHAPE.K)[0, 0]
+    hosts = [expert // SHAPE.epn, *np.flatnonzero((a["slot_expert"] == expert).any(axis=1))]
+    return min(set(range(SHAPE.R)) - {int(h) for h in hosts})
+
+
+# What breaks a rule, in the arrays of rank 2. Others may break with it.
+BROKEN: dict[str, Callable[[Arrays], None]] = {
+    "routed ids, and only those, have a place": _set("dst_row", lambda a: (0, 0), lambda a: -1),
+    "destinations are in range": _set("dst_row", lambda a: (0, 0), lambda a: PLAN.rows),
+    "a destination owns the expert or has it in a slot": _set("dst_rank", lambda a: (0, 0), _not_a_host),
+    "sources and links are in range": _set("next", lambda a: _held(a, 0), lambda a: PLAN.rows),
+    "a row has one source, and a source one row": _set("src", lambda a: _held(a, 0), lambda a: a["src"][_held(a, 1)]),
+    "a primary is the first row of its token": _set("primary", lambda a: _held(a, 0), lambda a: -1),
+    "a link leads to a later row of its token": _set("next", lambda a: _held(a, 0), lambda a: _held(a, 0)),
+    "own rows lie where their tokens say": _swap_own_sources,
+    "own rows are all here": _set("src", lambda a: _own(a, 0), lambda a: -1),
+    "rows fill their groups from the start": _set("src", lambda a: _held(a, 0), lambda a: -1),
+    "groups are padded": _set("group_sizes", lambda a: 0, lambda a: a["group_sizes"][0] + 1),
+    "groups fit the buffer": _set("group_sizes", lambda a: -1, lambda a: PLAN.rows + 8),
+    "rows are conserved": _set("rank_rows", lambda a: 0, lambda a: a["rank_rows"][0] + 1),
+    "every rank computes its share": _set("rank_rows", lambda a: [0, 1], lambda a: np.add(a["rank_rows"][:2], [1, -1])),
+    "slots hold foreign experts": _set("slot_expert", lambda a: (2, 0), lambda a: 2 * SHAPE.epn),
+    "slots ascend, unused ones last": _set("slot_expert", lambda a: 2, lambda a: [-1, 7]),
+    "slots in use have rows, others have none": _set("group_rows", lambda a: slice(SHAPE.epn, None), lambda a: 0),
+}
+
+
+def test_every_rule_of_a_plan(make_domain: Any) -> None:
+    """Each is broken by itself, and seen; a plan that keeps all breaks none."""
+    ep = domain(make_domain)
+    found: list[str] = []
+
+    def body(ids: Any, arrays: Arrays) -> Any:
+        rules = debug._rules(ep.spec, ids, moonep.Plan(**arrays, domain=ep.spec.id))
+        found[:] = rules
+        return jnp.stack([jnp.sum(~jnp.asarray(holds), dtype=np.int32) for holds in rules.values()])
+
+    def stacked() -> Arrays:
+        given = {n: np.asarray(getattr(PLAN, n), np.int32) for n in moonep.spec.PLAN_ARRAYS if n != "ticket"}
+        for n in ("slot_expert", "home_rows", "rank_rows"):
+            given[n] = np.stack([given[n]] * SHAPE.R)
+        return {n: a.copy() for n, a in given.items()} | {"ticket": np.zeros((SHAPE.R, 1), np.int32)}
+
+    step = per_rank(ep, body)
+    assert not np.asarray(call(step, IDS, stacked())).any()
+    assert sorted(found) == sorted(BROKEN)
+    for rule, change in BROKEN.items():
+        arrays = stacked()
+        change({n: a[2] for n, a in arrays.items()})
+        counts = np.asarray(call(step, IDS, arrays)).reshape(SHAPE.R, -1)
+        assert counts[2, found.index(rule)] > 0, rule
+        assert not counts[[0, 1, 3]].any(), rule
+
+
 @pytest.mark.parametrize("name", one_fast([n for n in moonep.spec.PLAN_ARRAYS if n != "ticket"], "dst_row"))
 @pytest.mark.parametrize("bit", one_fast([0, 2, 30], 2))
 def test_a_flipped_bit_of_a_plan(make_domain: Any, monkeypatch: Any, name: str, bit: int) -> None:
@@ -290,6 +370,9 @@ def test_gpus_need_cpu_devices_too(monkeypatch: Any) -> None:
         moonep.ConfigError, match=r"^setup: MOONEP_DEBUG needs .*; got .*, expected .*; set JAX_PLATFORMS"
     ):
         debug.require("gpu")
+    monkeypatch.setattr(debug, "require", lambda platform: none(platform))
+    with pytest.raises(moonep.SetupError, match="Unknown backend cpu"):
+        moonep.setup(make_mesh((2,), ("ep",)), "ep", moonep.EPConfig(tokens=4, hidden=8, topk=2, experts=4))
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -136,6 +136,25 @@ def test_meshes_of_the_same_groups_are_fine(make_domain: Any, ids: list[Any], na
     step_on(ep, a_mesh(ids, names, abstract), names)
 
 
+@pytest.mark.parametrize("op", ["plan", "dispatch", "moe"])
+def test_a_channel_is_that_of_the_plan(make_domain: Any, op: str) -> None:
+    leaves = {"gate": ((H, 6), "float32"), "up": ((H, 6), "float32"), "down": ((6, H), "float32")}
+    ep = make_domain(R, tokens=S, hidden=H, topk=K, experts=E, dtype="float32", weights=leaves)
+    x, params = (
+        np.ones((R * S, H), np.float32),
+        {n: np.ones((E, *leaf.shape), np.float32) for n, leaf in ep.spec.config.weights.items()},
+    )
+    body = {
+        "plan": lambda x, ids, params: ep.plan(ids, channel=7).dst_row,
+        "dispatch": lambda x, ids, params: ep.dispatch(x, ids, channel=7).hidden,
+        "moe": lambda x, ids, params: ep.moe(x, jnp.ones((S, E)), params, channel=7),
+    }[op]
+    lines = [line for line in lowered(body, x, IDS, params).splitlines() if "custom_call @moonep_" in line]
+    for line in lines:
+        assert ("channel = 7 : i64" in line) == ("@moonep_plan" in line), line
+    assert sum("@moonep_plan" in line for line in lines) == 1
+
+
 # -- sites -------------------------------------------------------------------------------------------------------------
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from harness import STRICT
 
+import moonep_jax
 from moonep_jax import env
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -30,6 +31,10 @@ def test_example_runs_as_printed() -> None:
     assert done.returncode == 0, done.stderr
     assert "'gate': (8, 64, 256)" in done.stdout
     assert len(code[1].splitlines()) <= 40
+
+
+def test_the_version_is_this_one() -> None:
+    assert re.findall(r'name = "moonep_jax", version = "([^"]*)"', README) == [moonep_jax.__version__]
 
 
 def test_commands_are_marked() -> None:
