@@ -90,6 +90,20 @@ def test_every_routing(make_domain: Any, config: Config) -> None:
     assert kinds - {"cascade"} == expected
 
 
+@pytest.mark.parametrize(
+    "config",
+    [Config(Shape(2, 4, k, 64, 8), "bfloat16", "dedup", 8) for k in (16, 22, 31, 32, 33, 64)]
+    + [Config(Shape(2, 4, 2, 4, h), "bfloat16", "exact", 8) for h in (1, 63, 2880, 7168)],
+    ids=str,
+)
+def test_any_topk_and_width(make_domain: Any, config: Config) -> None:
+    domain = make_domain(config.shape.R, **config.fields())
+    step = whole_step(domain)
+    for seed, name in enumerate(("uniform", "one_home", "partly_unrouted")):
+        rng = np.random.default_rng(seed)
+        check_step(step, rng, routing(name, config.shape, seed), config.shape, domain.spec.config)
+
+
 def test_the_table_is_large_enough_and_meets_the_cascade() -> None:
     assert len(CONFIGS) * len(ROUTINGS) * SEEDS >= 2000
     assert {c.shape.R for c in CONFIGS} == {1, 2, 3, 4, 5, 8, 16}
