@@ -58,7 +58,7 @@ class GpuBackend:
     """CUDA virtual memory, kernels."""
 
     def __init__(self, devices: Iterable[Any], process_index: int, variables: env.Env) -> None:
-        self._variables = variables
+        del variables  # those of the native side are for tests on CPUs
         self.module = native.module("gpu")
         self._ordinals = cuda.ordinals(devices, process_index)
         self.memory: MemoryBackend = cuda.CudaMemory(driver.load(), self._ordinals)
@@ -86,7 +86,8 @@ def domain_shape(backend: Backend, config: EPConfig, ranks: int) -> Any:
     epn = config.experts_per_rank(ranks)
     config.limits_check(ranks)
     for name, most in backend.module.limits().items():
-        got = {"ranks": ranks, "experts": config.experts, "topk": config.topk}[name]
+        leaves = len(config.weights)
+        got = {"ranks": ranks, "experts": config.experts, "topk": config.topk, "leaves": leaves}[name]
         if got > most:
             fix = "use a smaller one"
             raise ConfigError(message("setup", f"too many {name} for this backend", got, f"at most {most}", fix))

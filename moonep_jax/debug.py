@@ -4,7 +4,7 @@ A plan is held against its rules. Rows carry a checksum from their source: a sec
 which travel bit for bit, and the destination compares it with what it got. Weights of experts do the same with a leaf
 of checksums. Sums cannot be checked from either side; they are computed twice. What is wrong puts the domain in error,
 with a text that names the op and both ranks, and the results are poisoned. No effect is traced, so jit, grad, remat and
-scan stay as they are. Without the variable nothing here runs. Imports primitives and native; only ops.py uses it.
+scan stay as they are. Without the variable nothing here runs. Imports primitives and native; ops and domain use it.
 """
 
 from __future__ import annotations

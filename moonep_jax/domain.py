@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import jax
+import jaxlib.version
 
 from moonep_jax import _compat, backends, debug, env, layer, ops
 from moonep_jax.backends import Backend
@@ -260,7 +261,8 @@ class Domain:
                 return
             # No rank may lose a peer's memory while it still runs a call, nor free its own while a peer maps it.
             if exchange.all_present("close"):
-                self._native.stop(self.spec.id, True)
+                # Waits for kernels in flight: what they find is not to be lost.
+                self._last_error = self._native.stop(self.spec.id, True)
                 self._shared.unmap_peers()
                 exchange.all_present("unmapped")
 
@@ -336,13 +338,17 @@ def setup(mesh: jax.sharding.Mesh, axis: str | tuple[str, ...], config: EPConfig
         # Meshes first: ranks can be named alike everywhere only if all processes mean the same ones.
         exchange.compare("compare the meshes", topology.fingerprint())
         exchange.describe = lambda p: topology.describe(p, hosts[p].hostname)
-        versions = {"version.moonep_jax": __version__, "version.jax": jax.__version__}
+        # Launches match by numbers that XLA gives, which is jaxlib's.
+        versions = {"moonep_jax": __version__, "jax": jax.__version__, "jaxlib": jaxlib.version.__version__}
         # They decide which calls a device makes, and in what order, which must be alike on all ranks.
         order = {
             "MOONEP_COLLECTIVE_STREAM": str(int(variables.collective_stream)),
             "MOONEP_DEBUG": str(int(variables.debug)),
         }
-        exchange.compare("compare the configs", {**config.fingerprint(), **versions, **order})
+        exchange.compare(
+            "compare the configs",
+            {**config.fingerprint(), **{f"version.{name}": v for name, v in versions.items()}, **order},
+        )
         domain_id = _agree_on_id(exchange)
         parts = shape.chunk_bytes()
         shared = share(exchange, topology, process, parts["total"], backend.memory, variables, hosts)

@@ -27,9 +27,11 @@ class Variable(NamedTuple):
 VARIABLES: Final = (
     Variable("MOONEP_MEM_HANDLE_TYPE", "auto", "Handle kind of symmetric memory: auto, fd (one host) or fabric."),
     Variable("MOONEP_SETUP_TIMEOUT_S", "120", "Seconds that each step of setup and close waits for other processes."),
-    Variable("MOONEP_POISON", "0", "1: outputs and staging memory are filled with NaN before use (for tests)."),
-    Variable("MOONEP_DELAY_US", "0", "Longest random delay before a call is posted, in microseconds (for tests)."),
-    Variable("MOONEP_DELAY_SEED", "0", "Seed of those delays (for tests)."),
+    Variable("MOONEP_POISON", "0", "1: outputs and staging memory are filled with NaN before use (for tests on CPUs)."),
+    Variable(
+        "MOONEP_DELAY_US", "0", "Longest random delay before a call is posted, in microseconds (for tests on CPUs)."
+    ),
+    Variable("MOONEP_DELAY_SEED", "0", "Seed of those delays (for tests on CPUs)."),
     Variable(
         "MOONEP_COLLECTIVE_STREAM",
         "0",

@@ -54,7 +54,7 @@ def _tokamax() -> GroupedGemm:
 @functools.cache  # once per process
 def _warn_slow() -> None:
     warnings.warn(
-        "moonep_jax: Tokamax is not installed, so ep.moe uses jax.lax.ragged_dot, which is 25 to 60 times slower on a "
+        "moonep_jax: Tokamax is not installed, so ep.moe uses jax.lax.ragged_dot, which is many times slower on a "
         "GPU; install tokamax or pass grouped_gemm",
         stacklevel=4,
     )

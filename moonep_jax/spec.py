@@ -80,7 +80,7 @@ class Plan:
 
     @property
     def tokens(self) -> int:
-        """S of the call that made the plan: tokens per rank."""
+        """s of the call that made the plan: tokens per rank."""
         return self.dst_rank.shape[0]
 
     @property

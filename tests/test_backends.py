@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,17 +42,25 @@ def test_numbers_of_a_gpu() -> None:
     assert [backend.device_number(Member(5, device, 3)) for device in (13, 12)] == [1, 0]
 
 
-@pytest.mark.parametrize(("name", "most"), [("ranks", 3), ("experts", 7), ("topk", 1)])
+@pytest.mark.parametrize(("name", "most"), [("ranks", 3), ("experts", 7), ("topk", 1), ("leaves", 1)])
 def test_limits_of_a_module(name: str, most: int) -> None:
-    known = {"ranks": 4, "experts": 8, "topk": 2}
+    known = {"ranks": 4, "experts": 8, "topk": 2, "leaves": 2}
+    given = config(weights={"a": ((1,), "float32"), "b": ((1,), "float32")})
     module = native.module("cpu")
     fake = SimpleNamespace(limits=lambda: known | {name: most}, DomainShape=module.DomainShape)
     backend: Any = SimpleNamespace(module=fake)
     text = f"^setup: too many {name} for this backend; got {most + 1}, expected at most {most}; "
     with pytest.raises(moonep.ConfigError, match=text):
-        backends.domain_shape(backend, config(), ranks=4)
+        backends.domain_shape(backend, given, ranks=4)
     fake.limits = lambda: known
-    backends.domain_shape(backend, config(), ranks=4)
+    backends.domain_shape(backend, given, ranks=4)
+
+
+def test_variables_for_tests_reach_the_cpu() -> None:
+    variables = dataclasses.replace(env.read(), poison=True, delay_us=3, delay_seed=5)
+    for poison in (True, False):
+        backend = backends.make("cpu", [], 0, dataclasses.replace(variables, poison=poison))
+        assert backend.options(config()) == {"poison": poison, "delay_us": 3, "delay_seed": 5}
 
 
 @pytest.mark.parametrize("planner", ["exact", "home"])

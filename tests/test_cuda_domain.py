@@ -58,6 +58,10 @@ def test_a_rank_that_leaves_is_named_by_every_op(tmp_path: Path) -> None:
             assert got["poisoned"] and got["alive"] == 10.0, (kind, got)
         assert len({got["check"]["text"].split(" (ticket")[0] for got in results[:2]}) == 1, results
         assert all(got["closed"] < 15 for got in results), results
+    for closed in run.of("close")[:2]:
+        assert closed is not None and closed["text"].startswith(
+            "plan: missing ranks [2] after 1.5 s; got ranks [0, 1] of"
+        )
     run.ended_well()
 
 

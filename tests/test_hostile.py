@@ -75,9 +75,6 @@ def hides(_: bytes) -> bytes:
     raise TimeoutError
 
 
-VOTES = [s for s in STEPS if s not in ("hosts", "tokens", "domain id", "handles") and not s.startswith("compare")]
-
-
 def garbage(record: bytes) -> bytes:
     """A good frame around nonsense."""
     return with_payload(record, b"\xff\x00{garbage")
@@ -198,7 +195,9 @@ def test_a_leaf_that_differs(job: Job) -> None:
     job.clean_setup()
 
 
-@pytest.mark.parametrize("field", ["version.moonep_jax", "version.jax", "MOONEP_COLLECTIVE_STREAM", "MOONEP_DEBUG"])
+@pytest.mark.parametrize(
+    "field", ["version.moonep_jax", "version.jax", "version.jaxlib", "MOONEP_COLLECTIVE_STREAM", "MOONEP_DEBUG"]
+)
 @pytest.mark.parametrize("value", ["9.9.9", None])
 def test_versions_that_differ(job: Job, field: str, value: str | None) -> None:
     def change(record: bytes) -> bytes:

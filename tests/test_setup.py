@@ -108,8 +108,8 @@ def test_cycles_leave_no_trace(processes: int, devices: int, tmp_path_factory: p
     for counts in run.of("traces"):
         assert all(c["moonep maps"] == 0 and c["keys"] == 0 and c["python threads"] == 1 for c in counts), counts
         # What one of the 40 cycles after the first ten leaves, all of them do: 40 descriptors, 40 chunks of 100 KiB or
-        # more per rank. JAX itself may map a little more memory now and then, or start a thread late.
-        for name, slack in {"fds": 0, "threads": 1, "maps": 8, "KiB": 8192}.items():
+        # more per rank. JAX itself may map a little more memory now and then, or start a thread late, with its stack.
+        for name, slack in {"fds": 0, "threads": 1, "maps": 8, "KiB": 8192 + 8200}.items():
             grown = counts[-1][name] - counts[0][name]
             assert grown <= slack, f"{name} grew by {grown}: {counts}"
 

@@ -330,6 +330,21 @@ def missing(c: Context) -> None:
     """For each kind of call, a domain in which the last process leaves before it: the others name it and go on."""
     for kind in ("plan", "dispatch", "combine", "prefetch", "dispatch_grad", "combine_grad", "reduce_grad"):
         c.case(kind, functools.partial(_leaves_before, c, kind))
+    c.case("close", lambda: _closes_early(c))
+
+
+def _closes_early(c: Context) -> Any:
+    """All close together while a call that the last process does not make is in flight: close() says what it found."""
+    mesh, r = c.mesh(), c.devices
+    config = moonep.EPConfig(tokens=8, hidden=8, topk=1, experts=r, dtype=jnp.float32, timeout_s=1.5,
+                             first_call_timeout_s=60.0)  # fmt: skip
+    ep = moonep.setup(mesh, "ep", config)
+    plan, ids = _jit(mesh, ep.plan), c.put(np.zeros((r, 8, 1), np.int32), mesh, P("ep"))
+    jax.block_until_ready(plan(ids))
+    c.barrier()
+    if c.index < c.processes - 1:
+        plan(ids)
+    return raised(ep.close)
 
 
 def _leaves_before(c: Context, kind: str) -> Any:

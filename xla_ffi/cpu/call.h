@@ -58,7 +58,7 @@ class Call {
  public:
   virtual ~Call() = default;
   virtual Region region() const = 0;
-  // Known alike on all ranks once they hold the operands; 0: nothing crosses between ranks..
+  // Known alike on all ranks once they hold the operands; 0: nothing crosses between ranks.
   virtual int64_t Rounds(const RankView&) { return 1; }
   virtual std::string CopyIn(const RankView& rank, int64_t round) = 0;
   virtual std::string CopyOut(const RankView& rank, int64_t round) = 0;

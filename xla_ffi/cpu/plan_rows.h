@@ -10,7 +10,7 @@
 
 namespace moonep {
 
-// Arrays of a Plan (moonep_jax/plan.py says what each means); s tokens per rank, N = recv_rows(s).
+// Arrays of a Plan (moonep_jax/spec.py says what each means); s tokens per rank, N = recv_rows(s).
 struct PlanArrays {
   int32_t* dst_rank;     // [s, K]
   int32_t* dst_row;      // [s, K]

@@ -173,10 +173,12 @@ std::string GpuRank::error() const {
   std::atomic_thread_fence(std::memory_order_acquire);
   const ErrorRecord r = *record_;
   std::vector<int32_t> missing;
+  std::vector<int32_t> here;
   std::string culprits;
   for (int32_t i = 0; i < view_.shape.ranks; ++i) {
-    if ((r.missing[i / 64] >> (i % 64) & 1) == 0) continue;
-    missing.push_back(i);
+    const bool lacks = (r.missing[i / 64] >> (i % 64) & 1) != 0;
+    (lacks ? missing : here).push_back(i);
+    if (!lacks) continue;
     culprits += (culprits.empty() ? "" : ", ") + labels_[static_cast<size_t>(i)];
   }
   const std::string op = std::string(r.kind < 0 ? "close" : KindName(r.kind)) + ": ";
@@ -185,7 +187,8 @@ std::string GpuRank::error() const {
   switch (code) {
     case ErrorRecord::kTimeout:
       return op + "missing ranks " + List(missing) + " after " + Seconds(static_cast<int64_t>(r.waited_ns)) +
-             "; expected all " + std::to_string(view_.shape.ranks) + " of " + group_ + "; " + culprits +
+             "; got ranks " + List(here) + " of " + group_ + ", expected all " + std::to_string(view_.shape.ranks) +
+             "; " + culprits +
              " did not make the call - it may have died, be stuck, or have taken another branch; if it is only slow, "
              "raise timeout_s or first_call_timeout_s" +
              seen;

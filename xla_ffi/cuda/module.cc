@@ -115,7 +115,7 @@ NB_MODULE(_ffi_cuda, m) {
   });
   m.def(
       "stop",
-      [](int64_t domain, bool together) {
+      [](int64_t domain, bool together) -> std::optional<std::string> {
         nb::gil_scoped_release release;
         const auto ranks = moonep::GpuRegistry::Get().RanksOf(domain);
         moonep::GpuRegistry::Get().Remove(domain);
@@ -129,6 +129,10 @@ NB_MODULE(_ffi_cuda, m) {
           cudaDeviceSynchronize();
         }
         cudaSetDevice(before);
+        for (const auto& rank : ranks) {  // what those kernels have found; one that left is in error by itself
+          if (std::string text = rank->error(); together && !text.empty()) return text;
+        }
+        return std::nullopt;
       },
       nb::arg("domain"), nb::arg("together"));
 
@@ -153,6 +157,7 @@ NB_MODULE(_ffi_cuda, m) {
     d["ranks"] = moonep::kMaxRanks;
     d["topk"] = moonep::kMaxTopk;
     d["experts"] = moonep::kMaxExperts;
+    d["leaves"] = moonep::kMaxLeaves;
     return d;
   });
 
