@@ -57,8 +57,7 @@ class CpuBackend:
 class GpuBackend:
     """CUDA virtual memory, kernels."""
 
-    def __init__(self, devices: Iterable[Any], process_index: int, variables: env.Env) -> None:
-        del variables  # those of the native side are for tests on CPUs
+    def __init__(self, devices: Iterable[Any], process_index: int) -> None:
         self.module = native.module("gpu")
         self._ordinals = cuda.ordinals(devices, process_index)
         self.memory: MemoryBackend = cuda.CudaMemory(driver.load(), self._ordinals)
@@ -78,17 +77,16 @@ class GpuBackend:
 def make(platform: str, devices: Iterable[Any], process_index: int, variables: env.Env) -> Backend:
     """The backend for devices of a platform. Raises ConfigError when there is none here."""
     native.module(platform)  # says what is missing
-    return CpuBackend(variables) if platform == "cpu" else GpuBackend(devices, process_index, variables)
+    return CpuBackend(variables) if platform == "cpu" else GpuBackend(devices, process_index)
 
 
 def domain_shape(backend: Backend, config: EPConfig, ranks: int) -> Any:
     """The native DomainShape. Raises ConfigError for what the backend cannot hold."""
     epn = config.experts_per_rank(ranks)
     config.limits_check(ranks)
+    sizes = {"ranks": ranks, "experts": config.experts, "topk": config.topk, "leaves": len(config.weights)}
     for name, most in backend.module.limits().items():
-        leaves = len(config.weights)
-        got = {"ranks": ranks, "experts": config.experts, "topk": config.topk, "leaves": leaves}[name]
-        if got > most:
+        if (got := sizes[name]) > most:
             fix = "use a smaller one"
             raise ConfigError(message("setup", f"too many {name} for this backend", got, f"at most {most}", fix))
     stage = epn * config.expert_bytes

@@ -231,8 +231,7 @@ class Domain:
         """
         self._close(together=True)
         if self._last_error is not None and not self._raised:
-            self._raised = True
-            raise DomainError(self._last_error)
+            self.check()
 
     def _close(self, together: bool) -> None:
         if self._closed or os.getpid() != self._pid:

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from moonep_jax import _compat, env, native
 from moonep_jax.errors import OpError, message
 from moonep_jax.spec import DomainSpec
+from moonep_jax.topology import Topology
 
 # Kind numbers are those of xla_ffi/common/operands.h, targets those of the two module.cc.
 _KINDS = {
@@ -68,16 +69,18 @@ def _check_mesh(
     # Without devices (an abstract mesh), or inside another shard_map, there is nothing to compare.
     if mesh is None or any(a not in mesh.axis_names for a in axes):
         return
-    names = list(mesh.axis_names)
-    order = [names.index(a) for a in (*(a for a in names if a not in axes), *axes)]
-    ids = np.vectorize(lambda d: d.id, otypes=[np.int64])(mesh.devices)
-    for ranks in ids.transpose(order).reshape(-1, len(groups[0])).tolist():
-        if tuple(ranks) not in groups:
-            fix = "run the op on the mesh given to setup, with its devices in the same order"
-            expected = f"one of {[list(g) for g in groups]}"
-            raise OpError(
-                message(name, "an EP group of the mesh is not one of setup's", f"devices {ranks}", expected, fix)
-            )
+    if foreign := _foreign_group(mesh, axes, groups):
+        wrong, got = "an EP group of the mesh is not one of setup's", f"devices {list(foreign)}"
+        fix = "run the op on the mesh given to setup, with its devices in the same order"
+        raise OpError(message(name, wrong, got, f"one of {[list(g) for g in groups]}", fix))
+
+
+@functools.lru_cache  # every call of a program asks
+def _foreign_group(
+    mesh: jax.sharding.Mesh, axes: tuple[str, ...], groups: tuple[tuple[int, ...], ...]
+) -> tuple[int, ...] | None:
+    known = set(groups)
+    return next((g for g in Topology.from_mesh(mesh, axes).device_ids if g not in known), None)
 
 
 def _refuse_vmap(name: str, *_: Any, **__: Any) -> NoReturn:

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Shape, routing
+from conftest import make_mesh
 from jax.sharding import PartitionSpec as P
 
 import moonep_jax as moonep
-from moonep_jax import primitives
+from moonep_jax import ops, primitives
 
 SHAPE = Shape(2, 6, 2, 8, 4)
 LEAF = (3,)
@@ -37,7 +38,7 @@ def ep(make_domain: Any) -> moonep.Domain:
 def run(ep: moonep.Domain, body: Callable[..., Any]) -> Any:
     """body(plan, x, ids, rows, leaves) on all ranks; waits for it."""
     r, n = SHAPE.R, ep.recv_rows()
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:r]), ("ep",))
+    mesh = make_mesh((r,), ("ep",))
     ids = routing("one_home", SHAPE).reshape(-1, SHAPE.K)  # experts move: slots are used
     args = [ids, *(np.ones(dims, np.float32) for dims in ((r * SHAPE.s, SHAPE.H), (r * n, SHAPE.H), (SHAPE.E, *LEAF)))]
 
@@ -47,10 +48,10 @@ def run(ep: moonep.Domain, body: Callable[..., Any]) -> Any:
     return jax.block_until_ready(jax.jit(jax.shard_map(local, mesh=mesh, in_specs=EP, out_specs=EP))(*args))
 
 
-OPS: dict[str, Callable[[moonep.Domain], Callable[..., Any]]] = {
-    "dispatch": lambda ep: lambda p, x, ids, rows, leaves: ep.dispatch(x, ids, plan=p).hidden,
-    "combine": lambda ep: lambda p, x, ids, rows, leaves: ep.combine(p, rows),
-    "prefetch": lambda ep: lambda p, x, ids, rows, leaves: ep.prefetch(p, {"w": leaves})["w"],
+OPS: dict[str, Callable[..., Any]] = {
+    "dispatch": lambda ep, p, x, ids, rows, leaves: ep.dispatch(x, ids, plan=p).hidden,
+    "combine": lambda ep, p, x, ids, rows, leaves: ep.combine(p, rows),
+    "prefetch": lambda ep, p, x, ids, rows, leaves: ep.prefetch(p, {"w": leaves})["w"],
 }
 
 
@@ -59,7 +60,7 @@ def changed(op: str, ep: moonep.Domain, who: int, change: Callable[[moonep.Plan]
 
     def body(p: moonep.Plan, *args: Any) -> Any:
         there = jax.lax.axis_index("ep") == who
-        return OPS[op](ep)(jax.tree.map(lambda new, old: jnp.where(there, new, old), change(p), p), *args)
+        return OPS[op](ep, jax.tree.map(lambda new, old: jnp.where(there, new, old), change(p), p), *args)
 
     return body
 
@@ -123,12 +124,11 @@ def test_a_plan_for_other_tokens(ep: moonep.Domain) -> None:
     """The native side checks shapes, too: it is what turns them into addresses."""
 
     def body(p: moonep.Plan, x: Any, *_: Any) -> Any:
-        route = [p.dst_rank, p.dst_row, p.src, p.primary, p.next, p.ticket]
         wide = jnp.concatenate([x, x], axis=1)
         results = [((p.rows, 2 * SHAPE.H), np.float32), ((p.rows,), np.float32)]
         ones = jnp.ones((SHAPE.s, SHAPE.K), jnp.float32)
         ones = jax.lax.pcast(ones, "ep", to="varying")
-        return primitives.call("dispatch", [*route, wide, ones], results, spec=ep.spec)[0]
+        return primitives.call("dispatch", [*ops._route(p), wide, ones], results, spec=ep.spec)[0]
 
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"dispatch: .*; got .*, expected "):
         run(ep, body)

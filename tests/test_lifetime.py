@@ -203,9 +203,9 @@ ids = np.zeros((8, 2), np.int32)
 """
 
 
-def script(body: str) -> str:
+def script(body: str, first: str = "") -> str:
     """Runs a program to its end, which is a good one; what it wrote to stderr."""
-    command = [sys.executable, "-c", HEAD + body]
+    command = [sys.executable, "-c", first + HEAD + body]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stderr
@@ -215,11 +215,7 @@ def test_an_import_after_jax_has_made_its_devices() -> None:
     first = (
         'import os\nos.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"\nimport jax\njax.devices()\n'
     )
-    done = subprocess.run(
-        [sys.executable, "-c", first + HEAD + "jax.block_until_ready(plan(ids))\nep.close()"],
-        capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    script("jax.block_until_ready(plan(ids))\nep.close()", first)
 
 
 def test_a_domain_left_open_at_exit_is_silent() -> None:

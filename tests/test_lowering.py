@@ -28,6 +28,10 @@ def ep(make_domain: Any) -> moonep.Domain:
     return make_domain(R, tokens=S, hidden=H, topk=K, experts=E, dtype="float32", weights=leaf)
 
 
+def prefetched(ep: moonep.Domain) -> Callable[..., Any]:
+    return lambda ids, w: ep.prefetch(ep.plan(ids), {"w": w})["w"]
+
+
 def on_ranks(body: Callable[..., Any]) -> Callable[..., Any]:
     return jax.shard_map(body, mesh=make_mesh((R,), ("ep",)), in_specs=EP, out_specs=EP)
 
@@ -52,13 +56,13 @@ def test_only_a_plan_on_gpus_may_be_captured(ep: moonep.Domain, platform: str, c
 
 def test_full_leaves_are_filled_where_they_are(ep: moonep.Domain) -> None:
     """[2*epn] leaves are donated to prefetch: the result is in their memory, on every rank."""
-    step = jax.jit(on_ranks(lambda ids, w: ep.prefetch(ep.plan(ids), {"w": w})["w"]), donate_argnums=1)
+    step = jax.jit(on_ranks(prefetched(ep)), donate_argnums=1)
     sharding = jax.sharding.NamedSharding(make_mesh((R,), ("ep",)), EP)
     leaves = jax.jit(lambda: jnp.ones((2 * E, LEAF)), out_shardings=sharding)()  # memory of the host cannot be donated
     before = [s.data.unsafe_buffer_pointer() for s in leaves.addressable_shards]
     full = jax.block_until_ready(step(IDS, leaves))
     assert [s.data.unsafe_buffer_pointer() for s in full.addressable_shards] == before
-    assert "output_operand_alias" in lowered(lambda ids, w: ep.prefetch(ep.plan(ids), {"w": w})["w"], IDS, full)
+    assert "output_operand_alias" in lowered(prefetched(ep), IDS, full)
 
 
 @pytest.mark.parametrize(("rows", "shared"), [(2 * E, 2), (E, 0)])
@@ -74,9 +78,7 @@ def test_gradients_of_full_leaves_are_summed_where_they_are(ep: moonep.Domain, r
 
 
 def test_own_leaves_stay(ep: moonep.Domain) -> None:
-    assert "output_operand_alias" not in lowered(
-        lambda ids, w: ep.prefetch(ep.plan(ids), {"w": w})["w"], IDS, jnp.ones((E, LEAF))
-    )
+    assert "output_operand_alias" not in lowered(prefetched(ep), IDS, jnp.ones((E, LEAF)))
 
 
 # -- the mesh of the program -------------------------------------------------------------------------------------------
